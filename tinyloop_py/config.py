@@ -1,0 +1,227 @@
+"""ModelConfig: what a looped language model is made of, validated field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import FormatError
+
+DEFAULT_LOOPS = 8  # the depth of a file that names none
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "block_norm": ("pre", "sandwich", "sum_sandwich", "post"),
+    "loop_norm": ("none", "every", "last"),
+    "inject": ("none", "concat_linear", "add"),
+    "state_init": ("input", "zero", "normal"),
+    "qk_norm": ("none", "head", "full"),
+    "rope_style": ("half", "interleaved"),
+    "mlp": ("gated", "plain"),
+    "activation": ("silu", "gelu", "relu2"),
+    "exit": ("none", "hazard_gate"),
+}
+
+# rope_scaling["type"] -> the other keys it must carry (HF's names; lengths in positions).
+ROPE_SCALING: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
+    "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "attention_factor"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of a (looped) decoder transformer.
+
+    The forward pass of one token, with ``loops`` given by the call::
+
+        e = E[token] * embed_scale;  e = prelude(e);  x = state_init(e)
+        for r in range(loops):
+            x = inject(x, e);  x = core(x);  x = loop_norm(x)    # "every"
+        x = loop_norm(x)                                         # "last"
+        x = coda(x);  x = final_norm(x);  logits = softcap(head(x) * logit_scale)
+
+    A block is attention, then the MLP; with f either of them and n the norms (RMSNorm, weight * x / rms(x)):
+
+    ============== ====================================
+    block_norm     step
+    ============== ====================================
+    pre            x = x + f(n(x))
+    sandwich       x = x + n'(f(n(x)))       (Ouro)
+    sum_sandwich   x = n'(x + f(n(x)))       (Huginn)
+    post           x = x + n'(f(x))          (OLMo 2)
+    ============== ====================================
+
+    Layers are counted over prelude, core, coda in that order (`n_layers` physical ones).
+    """
+
+    vocab_size: int
+    dim: int
+    ffn_dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_core: int
+    n_prelude: int = 0
+    n_coda: int = 0
+    default_loops: int = DEFAULT_LOOPS
+    trained_loops: int | None = None  # deeper calls warn once; None: default_loops
+    max_loops: int | None = None  # deeper calls are refused; None: 4 * trained_loops
+    trained_seq_len: int | None = None  # positions seen in training, for information
+
+    block_norm: str = "pre"
+    norm_eps: float = 1e-5
+    loop_norm: str = "none"
+    final_norm: bool = True
+    inject: str = "none"
+    state_init: str = "input"
+    state_init_std: float = 0.0  # "normal": truncated at 3 sigma, drawn by (state_init_seed, position, index)
+    state_init_seed: int = 0
+
+    attn_bias: str = ""  # the projections that have a bias, out of "qkvo" in that order
+    qk_norm: str = "none"  # RMSNorm of q and k: per "head" (head_dim weights) or over the "full" row
+    rope_style: str = "half"
+    rope_theta: float = 10000.0
+    rotary_dim: int | None = None  # the leading dims of a head that turn; None: head_dim
+    rope_scaling: dict[str, Any] | None = None
+    nope_layers: tuple[int, ...] = ()  # layers without rope
+    layer_windows: tuple[int, ...] = ()  # per layer, 0 = full; () = all full
+
+    mlp: str = "gated"  # down(act(gate(x)) * up(x)) or "plain" down(act(up(x)))
+    activation: str = "silu"  # gelu is the tanh form
+    tied_embeddings: bool = True
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0  # cap * tanh(logits / cap); 0 = none
+    exit: str = "none"
+    extra: dict[str, Any] = field(default_factory=dict)  # provenance: source, licence, training; never read by the runtime
+
+    def __post_init__(self) -> None:
+        for name in ("trained_loops", "max_loops", "rotary_dim"):
+            if getattr(self, name) is None:
+                default = {"trained_loops": self.default_loops, "rotary_dim": self.head_dim}.get(name)
+                object.__setattr__(self, name, 4 * self.trained_loops if default is None else default)  # type: ignore[operator]
+        for name in ("nope_layers", "layer_windows"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check_types(self)
+        _check_values(self)
+
+    @property
+    def n_layers(self) -> int:
+        """Physical layers: n_prelude + n_core + n_coda."""
+        return self.n_prelude + self.n_core + self.n_coda
+
+    @property
+    def q_dim(self) -> int:
+        """Width of q and of the attention output, n_heads * head_dim."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of k and of v, n_kv_heads * head_dim."""
+        return self.n_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """The layer's own attention window in positions (itself included), 0 for none."""
+        return self.layer_windows[layer] if self.layer_windows else 0
+
+    def to_json(self) -> str:
+        """Every field as JSON, in field order."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelConfig:
+        """Read `to_json`'s text; FormatError names an unknown, missing or invalid field."""
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"config is not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise FormatError(f"config is {type(fields).__name__}, expected a JSON object")
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - set(known)):
+            raise FormatError(f"config has unknown field(s) {', '.join(unknown)}; this tinyloop is too old for the file, or it is damaged")
+        required = [n for n, f in known.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+        if missing := [name for name in required if name not in fields]:
+            raise FormatError(f"config lacks field(s) {', '.join(missing)}")
+        try:
+            return cls(**fields)
+        except (ValueError, TypeError) as error:
+            raise FormatError(str(error)) from None
+
+
+_INTS = {
+    "vocab_size": 1, "dim": 1, "ffn_dim": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "n_core": 1, "n_prelude": 0,
+    "n_coda": 0, "default_loops": 1, "trained_loops": 1, "max_loops": 1, "rotary_dim": 0, "state_init_seed": 0,
+}  # fmt: skip
+_MAX_INT = 2**31 - 1
+_FLOATS = ("norm_eps", "state_init_std", "rope_theta", "embed_scale", "logit_scale", "logit_softcap")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _fail(name: str, got: object, expected: str) -> None:
+    raise ValueError(f"config field {name} is {got!r}, expected {expected}")
+
+
+def _check_types(c: ModelConfig) -> None:
+    for name, low in _INTS.items():
+        value = getattr(c, name)
+        if not _is_int(value) or not low <= value <= _MAX_INT:
+            _fail(name, value, f"an integer from {low} to {_MAX_INT}")
+    if c.trained_seq_len is not None and (not _is_int(c.trained_seq_len) or c.trained_seq_len < 1):
+        _fail("trained_seq_len", c.trained_seq_len, "a positive integer or null")
+    for name in _FLOATS:
+        value = getattr(c, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+            _fail(name, value, "a finite number")
+    for name, choices in CHOICES.items():
+        if getattr(c, name) not in choices:
+            _fail(name, getattr(c, name), "one of " + ", ".join(choices))
+    for name in ("final_norm", "tied_embeddings"):
+        if not isinstance(getattr(c, name), bool):
+            _fail(name, getattr(c, name), "true or false")
+    if not isinstance(c.extra, dict):
+        _fail("extra", c.extra, "an object")
+
+
+def _check_values(c: ModelConfig) -> None:
+    if c.n_heads % c.n_kv_heads:
+        _fail("n_kv_heads", c.n_kv_heads, f"a divisor of n_heads = {c.n_heads}")
+    if c.head_dim % 2 or c.head_dim > 256:
+        _fail("head_dim", c.head_dim, "an even number up to 256")
+    if c.rotary_dim % 2 or c.rotary_dim > c.head_dim:  # type: ignore[operator]
+        _fail("rotary_dim", c.rotary_dim, f"an even number up to head_dim = {c.head_dim}")
+    if not c.default_loops <= c.max_loops:  # type: ignore[operator]
+        _fail("max_loops", c.max_loops, f"at least default_loops = {c.default_loops}")
+    for name in ("norm_eps", "rope_theta", "logit_scale", "embed_scale"):
+        if not getattr(c, name) > 0:
+            _fail(name, getattr(c, name), "a positive number")
+    for name in ("state_init_std", "logit_softcap"):
+        if not getattr(c, name) >= 0:
+            _fail(name, getattr(c, name), "zero or more")
+    if not isinstance(c.attn_bias, str) or c.attn_bias != "".join(p for p in "qkvo" if p in c.attn_bias):
+        _fail("attn_bias", c.attn_bias, "letters out of 'qkvo', in that order")
+    if not all(_is_int(i) and 0 <= i < c.n_layers for i in c.nope_layers):
+        _fail("nope_layers", c.nope_layers, f"layer indices below {c.n_layers}")
+    if c.layer_windows and (len(c.layer_windows) != c.n_layers or not all(_is_int(w) and 0 <= w <= _MAX_INT for w in c.layer_windows)):
+        _fail("layer_windows", c.layer_windows, f"nothing or {c.n_layers} integers, 0 for full attention")
+    _check_rope_scaling(c)
+
+
+def _check_rope_scaling(c: ModelConfig) -> None:
+    scaling = c.rope_scaling
+    if scaling is None:
+        return
+    if not isinstance(scaling, dict) or scaling.get("type") not in ROPE_SCALING:
+        _fail("rope_scaling", scaling, "null or an object whose type is one of " + ", ".join(ROPE_SCALING))
+    keys = ROPE_SCALING[scaling["type"]]
+    if set(scaling) != {"type", *keys}:
+        _fail("rope_scaling", scaling, f"type {scaling['type']} with exactly {', '.join(keys)}")
+    for key in keys:
+        if isinstance(scaling[key], bool) or not isinstance(scaling[key], int | float) or not 0 < scaling[key] < float("inf"):
+            _fail(f"rope_scaling.{key}", scaling[key], "a positive number")
