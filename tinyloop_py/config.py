@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import FormatError
+from .strict_json import load_object
 
 DEFAULT_LOOPS = 8  # the depth of a file that names none
 
@@ -134,12 +135,7 @@ class ModelConfig:
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
         """Read `to_json`'s text; FormatError names an unknown, missing or invalid field."""
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"config is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise FormatError(f"config is {type(fields).__name__}, expected a JSON object")
+        fields = load_object(text, "config")
         known = {f.name: f for f in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - set(known)):
             raise FormatError(f"config has unknown field(s) {', '.join(unknown)}; this tinyloop is too old for the file, or it is damaged")
@@ -157,6 +153,7 @@ _INTS = {
     "n_coda": 0, "default_loops": 1, "trained_loops": 1, "max_loops": 1, "rotary_dim": 0, "state_init_seed": 0,
 }  # fmt: skip
 _MAX_INT = 2**31 - 1
+_MAX_FLOAT = 3.4028234663852886e38  # float32's: the runtime computes in it
 _FLOATS = ("norm_eps", "state_init_std", "rope_theta", "embed_scale", "logit_scale", "logit_softcap")
 
 
@@ -177,7 +174,7 @@ def _check_types(c: ModelConfig) -> None:
         _fail("trained_seq_len", c.trained_seq_len, "a positive integer or null")
     for name in _FLOATS:
         value = getattr(c, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_FLOAT:
             _fail(name, value, "a finite number")
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
@@ -223,5 +220,5 @@ def _check_rope_scaling(c: ModelConfig) -> None:
     if set(scaling) != {"type", *keys}:
         _fail("rope_scaling", scaling, f"type {scaling['type']} with exactly {', '.join(keys)}")
     for key in keys:
-        if isinstance(scaling[key], bool) or not isinstance(scaling[key], int | float) or not 0 < scaling[key] < float("inf"):
+        if isinstance(scaling[key], bool) or not isinstance(scaling[key], int | float) or not 0 < scaling[key] <= _MAX_FLOAT:
             _fail(f"rope_scaling.{key}", scaling[key], "a positive number")

@@ -1,0 +1,1 @@
+"""Fixtures that every test module may use."""

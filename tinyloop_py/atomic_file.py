@@ -1,0 +1,97 @@
+"""AtomicFile: a file that takes its name only when it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PathLike = str | os.PathLike[str]
+
+
+class AtomicFile:
+    """A new file of a known size, written anywhere in any order, that replaces `path` on `commit`.
+
+    It lies beside `path` under a temporary name, with its space reserved at once, so that a full disk shows before any
+    work is done. Until `commit` returns, what `path` held stays as it was; `abort`, or leaving the ``with`` block
+    without `commit`, removes the temporary file.
+
+    Raises
+    ------
+    FileNotFoundError, IsADirectoryError, OSError
+        The folder does not exist, `path` is a folder, or the space does not suffice (``errno.ENOSPC``).
+    """
+
+    def __init__(self, path: PathLike, nbytes: int) -> None:
+        self.path = os.fspath(path)
+        self._target = os.path.realpath(self.path)  # a link keeps pointing where it does
+        folder, name = os.path.split(self._target)
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(errno.ENOENT, "the folder to write into does not exist", os.path.dirname(self.path) or folder)
+        if os.path.isdir(self._target):
+            raise IsADirectoryError(errno.EISDIR, "cannot write a file over a folder", self.path)
+        self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
+        self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            _reserve(self._fd, nbytes)
+        except OSError as error:
+            self.abort()
+            if error.errno != errno.ENOSPC:
+                raise
+            free = shutil.disk_usage(folder).free
+            raise OSError(errno.ENOSPC, f"not enough space: {nbytes} bytes are needed, {free} are free", self.path) from None
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, offset: int, data: bytes | npt.NDArray[Any]) -> None:
+        """Put `data` at `offset`."""
+        view = memoryview(data) if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+        while len(view):
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def commit(self) -> None:
+        """Bring the file to disk and give it its name."""
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        os.replace(self._temporary, self._target)
+        folder = os.open(os.path.dirname(self._target), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def abort(self) -> None:
+        """Remove the temporary file; nothing happens after `commit`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.abort()
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    os.ftruncate(fd, nbytes)
