@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import FormatError
+from .strict_json import load_object
 
 DEFAULT_LOOPS = 8  # the depth of a file that names none
 
@@ -136,12 +137,7 @@ class ModelConfig:
     @classmethod
     def from_json(cls, text: str) -> ModelConfig:
         """Read `to_json`'s text; FormatError names an unknown, missing or invalid field."""
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"config is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise FormatError(f"config is {type(fields).__name__}, expected a JSON object")
+        fields = load_object(text, "config")
         known = {f.name: f for f in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - set(known)):
             raise FormatError(f"config has unknown field(s) {', '.join(unknown)}; this tinyloop is too old for the file, or it is damaged")
