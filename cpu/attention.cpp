@@ -97,6 +97,17 @@ void round_q(int kv_dtype, int n, float *q) {
 
 // ---- one chunk
 
+// One line of every page that comes next, per line of this chunk's: a page's part is short, and the hardware starts anew on each.
+template <class Kv>
+TL_INLINE void prefetch_next(const AttendChunk *c, int d) {
+  const int at = d * TL_PAGE_POSITIONS * (int)sizeof(typename Kv::T);
+  if (at % 64) return;
+  TL_UNROLL for (int p = 0; p < 4; p++) {
+    __builtin_prefetch((const char *)c->next_k[p] + at);
+    __builtin_prefetch((const char *)c->next_v[p] + at);
+  }
+}
+
 // Scores of NQ queries against NP pages, one chain over head_dim each.
 template <class Kv, int NQ, int NP>
 static void scores(const AttendChunk *c, int first_query, int first_page, float s[][TL_KEY_CHUNK]) {
@@ -105,7 +116,9 @@ static void scores(const AttendChunk *c, int first_query, int first_page, float 
   const typename Kv::T *page[NP];
   TL_UNROLL for (int p = 0; p < NP; p++) page[p] = (const typename Kv::T *)c->k_page[first_page + p];
   const float *const *q = c->q + first_query;
+  const bool prefetch = first_query == 0 && c->next_k[0];
   for (int d = 0; d < c->head_dim; d++) {
+    if (prefetch) prefetch_next<Kv>(c, d);
     vf k[NP];
     TL_UNROLL for (int p = 0; p < NP; p++) k[p] = Kv::load(page[p] + d * TL_PAGE_POSITIONS);
     TL_UNROLL for (int i = 0; i < NQ; i++) {

@@ -27,6 +27,7 @@ struct AttendChunk {
   const float *q[kMaxQueries];             // (head_dim_pad,), already rounded to the KV type
   int lo[kMaxQueries], hi[kMaxQueries];    // the query sees keys lo <= i < hi of the chunk
   float *state[kMaxQueries];               // out: m, l at [0], [1], o at [kStateHead]
+  const void *next_k[4], *next_v[4];       // pages that the thread reads next, brought near meanwhile; NULL for none
 };
 
 struct Kernels {

@@ -81,7 +81,7 @@ void lay_out(tl_plan &p) {
 }  // namespace tl
 
 tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d)
-    : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases), split_done(tl::kSplitRows * d.n_kv_heads) {
+    : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases), split_done(tl::kSplitRows) {
   desc.phases = nullptr;
   dim_pad = tl::pad16(d.dim);
   head_pad = tl::pad16(d.head_dim);

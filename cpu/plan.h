@@ -20,7 +20,7 @@ constexpr int kPrivatePanels = 64;  // matrix panels that a thread then runs bef
 constexpr int kUnitRows = 96;     // batch rows of one unit of a matrix product
 constexpr int kUnitPanels = 4;    // its panels, where nothing else groups them
 constexpr int kSplitRows = 8;     // up to here a query's keys are shared out over threads
-constexpr int kSplitChunks = 4;   // key chunks of one unit then
+constexpr int kSplitChunks = 2;   // key chunks of one unit then
 constexpr int kBlockQueries = 24; // queries of one attention unit otherwise
 
 // Byte offsets into the scratch memory. Row buffers are (max_rows, width) float32.
@@ -43,7 +43,7 @@ struct tl_plan {
   tl::Scratch scratch;
   uint8_t *memory = nullptr;
   std::atomic<uint64_t> n_clamped{0};
-  std::vector<std::atomic<int>> split_done;  // (kSplitRows, n_kv_heads): finished units of a query's keys
+  std::vector<std::atomic<int>> split_done;  // (kSplitRows,): finished units of a row's keys
 
   int dim_pad, head_pad, ffn_pad, q_dim, group;
   uint64_t kv_nbytes;                // bytes of one K or V value

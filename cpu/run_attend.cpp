@@ -23,14 +23,14 @@ struct Keys {
 
 Keys keys_of(int pos, int window) { return {window && pos >= window ? pos - window + 1 : 0, pos}; }
 
-// Pages of one chunk for a layer and KV head; pages outside [first, last] stay NULL and are never read.
-void set_pages(const Worker &w, const Step &s, int seq, int kv_head, int chunk, int first, int last, AttendChunk &c) {
+// Keys and values of one chunk for a layer and KV head, page by page; pages outside [first, last] stay NULL and are never read.
+void set_pages(const Worker &w, const Step &s, int seq, int kv_head, int chunk, const Keys &keys, const void **k, const void **v) {
   for (int i = 0; i < 4; i++) {
     const int pos = chunk * TL_KEY_CHUNK + i * TL_PAGE_POSITIONS;
-    const bool seen = pos + TL_PAGE_POSITIONS > first && pos <= last;
+    const bool seen = pos + TL_PAGE_POSITIONS > keys.first && pos <= keys.last;
     uint8_t *page = seen ? page_at(w, seq, s.stage, s.phase->part, pos) : nullptr;
-    c.k_page[i] = seen ? k_of(w, page, s.phase->layer, kv_head) : nullptr;
-    c.v_page[i] = seen ? v_of(w, page, s.phase->layer, kv_head) : nullptr;
+    k[i] = seen ? k_of(w, page, s.phase->layer, kv_head) : nullptr;
+    v[i] = seen ? v_of(w, page, s.phase->layer, kv_head) : nullptr;
   }
 }
 
@@ -74,23 +74,37 @@ struct BlockQuery {
   Accumulator acc;
 };
 
-void attend_tile(Worker &w, const Step &s, const RowBlock &b, int kv_head, int chunk, BlockQuery *q, int n, float *states) {
-  AttendChunk c = chunk_of(w);
-  int first = q[0].keys.first, last = 0;
+void attend_tile(Worker &w, int chunk, BlockQuery *q, int n, float *states, AttendChunk &c) {
   const int base = chunk * TL_KEY_CHUNK;
   for (int i = 0; i < n; i++) {
     c.q[i] = w.q(q[i].row) + (int64_t)q[i].head * w.plan.head_pad;
     c.lo[i] = std::max(0, q[i].keys.first - base);
     c.hi[i] = std::min(TL_KEY_CHUNK, q[i].keys.last + 1 - base);
     c.state[i] = states + i * state_floats(w);
-    first = std::min(first, q[i].keys.first);
-    last = std::max(last, q[i].keys.last);
   }
   c.n_queries = n;
-  set_pages(w, s, w.batch.seq[b.begin], kv_head, chunk, first, last, c);
   w.k.attend_chunk(&c);
+  c.next_k[0] = nullptr;  // brought near once
   for (int i = 0; i < n; i++)
     if (c.lo[i] < c.hi[i]) q[i].acc.add(w, c.state[i]);
+}
+
+// All chunks of some queries that share a sequence and a KV head; q is in ascending order of rows.
+void attend_queries(Worker &w, const Step &s, int seq, int kv_head, BlockQuery *q, int n, float *states) {
+  const Keys keys{q[0].keys.first, q[n - 1].keys.last};
+  const int last_chunk = keys.last / TL_KEY_CHUNK;
+  AttendChunk c = chunk_of(w);
+  for (int chunk = keys.first / TL_KEY_CHUNK; chunk <= last_chunk; chunk++) {
+    const int base = chunk * TL_KEY_CHUNK;
+    if (chunk % TL_CHUNK_GROUP == 0)
+      for (int i = 0; i < n; i++) q[i].acc.close_group(w);
+    set_pages(w, s, seq, kv_head, chunk, keys, c.k_page, c.v_page);
+    set_pages(w, s, seq, kv_head, chunk + 1, keys, c.next_k, c.next_v);
+    for (int i = 0; i < n; i += kMaxQueries) {
+      const int last = std::min(i + kMaxQueries, n);
+      if (q[last - 1].keys.last >= base && q[i].keys.first < base + TL_KEY_CHUNK) attend_tile(w, chunk, q + i, last - i, states, c);
+    }
+  }
 }
 
 void attend_block(Worker &w, const Step &s, const RowBlock &b, int kv_head, int window) {
@@ -103,17 +117,7 @@ void attend_block(Worker &w, const Step &s, const RowBlock &b, int kv_head, int 
       const int row = b.begin + (first + i) / group;
       q[i] = {row, kv_head * group + (first + i) % group, keys_of(w.batch.pos[row], window), {memory + 2 * i * size, memory + (2 * i + 1) * size}};
     }
-    float *states = memory + 2 * kBlockQueries * size;
-    for (int chunk = q[0].keys.first / TL_KEY_CHUNK; chunk <= q[count - 1].keys.last / TL_KEY_CHUNK; chunk++) {
-      if (chunk % TL_CHUNK_GROUP == 0)
-        for (int i = 0; i < count; i++) q[i].acc.close_group(w);
-      for (int i = 0; i < count; i += kMaxQueries) {
-        const int last = std::min(i + kMaxQueries, count);
-        const int base = chunk * TL_KEY_CHUNK;
-        if (q[last - 1].keys.last < base || q[i].keys.first >= base + TL_KEY_CHUNK) continue;
-        attend_tile(w, s, b, kv_head, chunk, q + i, last - i, states);
-      }
-    }
+    attend_queries(w, s, w.batch.seq[b.begin], kv_head, q, count, memory + 2 * kBlockQueries * size);
     for (int i = 0; i < count; i++) {
       q[i].acc.close_group(w);
       w.k.finish_state(w.plan.desc.head_dim, q[i].acc.total, w.attn(q[i].row) + (int64_t)q[i].head * w.plan.desc.head_dim);
@@ -128,12 +132,14 @@ float *partial(const Worker &w, int row, int head, int chunk) {
   return w.plan.buffer(w.plan.scratch.partials) + at * state_floats(w);
 }
 
-void attend_span(Worker &w, const Step &s, int row, int kv_head, const Keys &keys, int begin, int end) {
-  const int group = w.plan.group;
+// One chunk of a row's keys, all heads: the heads of a page lie side by side.
+void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int chunk) {
+  const int group = w.plan.group, n_kv = w.plan.desc.n_kv_heads, base = chunk * TL_KEY_CHUNK, seq = w.batch.seq[row];
   AttendChunk c = chunk_of(w);
-  for (int chunk = begin; chunk < end; chunk++) {
-    const int base = chunk * TL_KEY_CHUNK;
-    set_pages(w, s, w.batch.seq[row], kv_head, chunk, keys.first, keys.last, c);
+  for (int kv_head = 0; kv_head < n_kv; kv_head++) {
+    set_pages(w, s, seq, kv_head, chunk, keys, c.k_page, c.v_page);
+    const bool more = kv_head + 1 < n_kv;
+    set_pages(w, s, seq, more ? kv_head + 1 : 0, more ? chunk : chunk + 1, keys, c.next_k, c.next_v);
     for (int first = 0; first < group; first += kMaxQueries) {
       c.n_queries = std::min(kMaxQueries, group - first);
       for (int i = 0; i < c.n_queries; i++) {
@@ -144,6 +150,7 @@ void attend_span(Worker &w, const Step &s, int row, int kv_head, const Keys &key
         c.state[i] = partial(w, row, head, chunk);
       }
       w.k.attend_chunk(&c);
+      c.next_k[0] = nullptr;
     }
   }
 }
@@ -160,7 +167,7 @@ void merge_chunks(Worker &w, int row, int head, int begin, int end) {
 }
 
 void attend_split(Worker &w, const Step &s, int window) {
-  const int n_kv = w.plan.desc.n_kv_heads, n_rows = w.batch.n_rows;
+  const int n_rows = w.batch.n_rows;
   Keys keys[kSplitRows];
   int begin[kSplitRows], end[kSplitRows], n_spans[kSplitRows], n_units = 0;
   for (int row = 0; row < n_rows; row++) {
@@ -168,17 +175,17 @@ void attend_split(Worker &w, const Step &s, int window) {
     begin[row] = keys[row].first / TL_KEY_CHUNK;
     end[row] = keys[row].last / TL_KEY_CHUNK + 1;
     n_spans[row] = (end[row] - begin[row] + kSplitChunks - 1) / kSplitChunks;
-    n_units += n_spans[row] * n_kv;
+    n_units += n_spans[row];
   }
   w.share(n_units, [&](int unit) {
     int row = 0;
-    while (unit >= n_spans[row] * n_kv) unit -= n_spans[row++] * n_kv;
-    const int kv_head = unit % n_kv, first = begin[row] + unit / n_kv * kSplitChunks;
-    attend_span(w, s, row, kv_head, keys[row], first, std::min(first + kSplitChunks, end[row]));
-    std::atomic<int> &done = w.plan.split_done[row * n_kv + kv_head];
+    while (unit >= n_spans[row]) unit -= n_spans[row++];
+    const int first = begin[row] + unit * kSplitChunks;
+    for (int chunk = first; chunk < std::min(first + kSplitChunks, end[row]); chunk++) attend_row_chunk(w, s, row, keys[row], chunk);
+    std::atomic<int> &done = w.plan.split_done[row];
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n_spans[row]) return;
     done.store(0, std::memory_order_relaxed);
-    for (int i = 0; i < w.plan.group; i++) merge_chunks(w, row, kv_head * w.plan.group + i, begin[row], end[row]);
+    for (int head = 0; head < w.plan.desc.n_heads; head++) merge_chunks(w, row, head, begin[row], end[row]);
   });
 }
 

@@ -4,6 +4,8 @@ import numpy as np
 
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 
+from libc.string cimport memcpy
+
 from .abi cimport (
     TL_BF16, TL_F16, TL_F32, TL_INT8, TL_ISA_AVX2, TL_ISA_AVX512, TL_ISA_BEST, TL_ISA_GENERIC, tl_context, tl_context_desc, tl_context_info,
     tl_matmul_args, tl_matrix, tl_pack_rows, tl_sampling,
@@ -77,10 +79,9 @@ cdef class Context:
         """A copy of an array in memory."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         cdef Buffer buffer = self.alloc(flat.nbytes, what)
-        cdef unsigned char[::1] target
-        if flat.nbytes:
-            target = <unsigned char[:flat.nbytes]>(<unsigned char *>buffer.pointer)
-            target[:] = flat
+        cdef const unsigned char[::1] source = flat
+        if source.shape[0]:
+            memcpy(<void *>buffer.pointer, &source[0], source.shape[0])
         return buffer
 
     # ---- matrices

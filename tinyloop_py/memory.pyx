@@ -81,6 +81,7 @@ cdef class HostRange(AddressRange):
         if p == MAP_FAILED:
             raise host_out_of_memory("the address space for KV pages", self.nbytes)
         self.pointer = <uintptr_t>p
+        madvise(p, self.nbytes, MADV_HUGEPAGE)
 
     def __dealloc__(self):
         if self.pointer:
