@@ -14,3 +14,6 @@ cdef class Context:
     cdef readonly str name
     cdef readonly str numerics_id
     cdef readonly int n_threads
+    cdef int _pid
+
+    cdef void destroy(self) noexcept

@@ -2,9 +2,11 @@
 
 import numpy as np
 
+cimport cython
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 
 from libc.string cimport memcpy
+from posix.unistd cimport getpid
 
 from .abi cimport (
     TL_BF16, TL_F16, TL_F32, TL_INT8, TL_ISA_AVX2, TL_ISA_AVX512, TL_ISA_BEST, TL_ISA_GENERIC, tl_context, tl_context_desc, tl_context_info,
@@ -31,6 +33,7 @@ cdef class PackedMatrix:
         return self.buffer.nbytes
 
 
+@cython.no_gc_clear  # the library must outlive the handle
 cdef class Context:
     """The CPU backend: `threads` threads on one of the code paths "avx512", "avx2" and "generic"."""
 
@@ -44,6 +47,7 @@ cdef class Context:
         desc.n_threads = threads
         desc.isa = ISAS[isa]
         desc.device = 0
+        self._pid = getpid()
         library.check(library.f.context_create(&desc, &self.handle), "starting the CPU backend")
         info.size = sizeof(info)
         library.check(library.f.context_get_info(self.handle, &info), "asking the backend")
@@ -51,15 +55,17 @@ cdef class Context:
         self.numerics_id = info.numerics_id.decode()
         self.n_threads = info.n_threads
 
+    def __dealloc__(self):
+        self.destroy()
+
+    cdef void destroy(self) noexcept:
+        if self.handle != NULL and getpid() == self._pid:  # a forked child has no threads to join
+            self.library.f.context_destroy(self.handle)
+        self.handle = NULL
+
     def close(self):
         """Ends the threads. Idempotent; nothing made with the context may run afterwards."""
-        if self.handle != NULL:
-            self.library.f.context_destroy(self.handle)
-            self.handle = NULL
-
-    def abandon(self):
-        """Forgets the threads without joining them: in a forked child they do not exist."""
-        self.handle = NULL
+        self.destroy()
 
     # ---- memory
 

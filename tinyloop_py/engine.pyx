@@ -48,6 +48,7 @@ cdef class Engine:
             if not self._closed:
                 self._closed = True
                 self.plan.close()
+                self.plan.context.close()
 
     cdef Sequence new_sequence(self, int loops, int window):
         return Sequence(self.plan.store, loops, window, self.plan.desc.table_stride, self.part_windows(window))

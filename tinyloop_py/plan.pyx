@@ -1,5 +1,6 @@
 """The forward pass of a model as a flat array of phases, built once from its config and run by the native library."""
 
+cimport cython
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
@@ -148,6 +149,7 @@ cdef tl_plan_desc sizes_of(config, str kv_dtype, int max_rows, int max_out, int 
     return d
 
 
+@cython.no_gc_clear  # the library must outlive the handle
 cdef class Plan:
     """A model's forward pass on one backend, with its KV store and scratch memory.
 
@@ -181,6 +183,10 @@ cdef class Plan:
         scratch = context.alloc(nbytes, "scratch")
         context.library.check(context.library.f.plan_bind(self.handle, <void *>(<Buffer>scratch).pointer), "binding scratch memory")
         self._keep = (weights, cos, sin, scratch)
+
+    def __dealloc__(self):
+        if self.handle != NULL:
+            self.context.library.f.plan_destroy(self.handle)
 
     cdef int make_store(self, kv_budget) except -1:
         """Reserves addresses for each part's pages: the budget's worth, or as much as the machine has memory."""
