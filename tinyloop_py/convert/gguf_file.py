@@ -34,6 +34,7 @@ class GgufFile:
     @classmethod
     def open(cls, path: str) -> GgufFile:
         """Read the header of a GGUF file of one part; FormatError where it is damaged."""
+        require_extra("gguf")  # before anything else can go wrong
         fields, tensors, nbytes = read_gguf_header(path)
         if (parts := fields.get("split.count", 1)) not in (0, 1):
             raise FormatError(f"split.count is {parts}; merge the parts into one GGUF file first")
