@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import FormatError
 from ..quantize import F32Array, row_blocks
 from ..safetensors_header import HeaderEntry, read_header
-from ..strict_json import load_object, shown
+from ..strict_json import first_of, load_object, shown
 from ..weights import WeightTensor
 from .source import SourceTensor
 
@@ -36,14 +36,18 @@ def folder_tensors(folder: str) -> dict[str, SourceTensor]:
     for file_name in places.values():
         if not isinstance(file_name, str) or os.path.basename(file_name) != file_name:
             raise FormatError(f"{INDEX} names the file {shown(file_name)}, expected a name in the same folder")
-    shards = {file_name: _entries(os.path.join(folder, file_name)) for file_name in sorted(set(places.values()))}
-    tensors = {}
-    for name, file_name in places.items():
-        if name not in shards[file_name]:
-            raise FormatError(f"tensor {shown(name)} is missing in {file_name}, where {INDEX} puts it")
-        if not _DERIVED.fullmatch(name):
-            tensors[name] = _tensor(os.path.join(folder, file_name), name, shards[file_name][name])
-    return tensors
+    tensors: dict[str, SourceTensor] = {}
+    for file_name in sorted(set(places.values())):
+        path = os.path.join(folder, file_name)
+        for name, entry in _entries(path).items():
+            if name in tensors:
+                raise FormatError(f"tensor {shown(name)} is in {file_name} and in another file")
+            tensors[name] = _tensor(path, name, entry)
+            if places.pop(name, file_name) != file_name:
+                raise FormatError(f"tensor {shown(name)} is in {file_name}, {INDEX} puts it elsewhere")
+    if places:
+        raise FormatError(f"tensor {first_of(list(places))} is missing in the files that {INDEX} names")
+    return {name: tensor for name, tensor in tensors.items() if not _DERIVED.fullmatch(name)}
 
 
 def drop_tied_head(tensors: dict[str, SourceTensor], head: str, embedding: str) -> None:
