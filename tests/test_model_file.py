@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from samples import LOOPED, PLAIN, random_tensors
 from tokenizers import Tokenizer, models
 
-from tinyloop_py.config import ModelConfig
 from tinyloop_py.errors import FormatError
 from tinyloop_py.file_metadata import HEADER_CRC32, TENSOR_CRC32
 from tinyloop_py.layout import matrix_shapes, tensor_shapes
@@ -25,18 +25,7 @@ from tinyloop_py.model_writer import ModelWriter, save_model
 from tinyloop_py.quantize import bf16_from_float32, float32_from_bf16, quantize_rows
 from tinyloop_py.weights import WeightTensor
 
-PLAIN = ModelConfig(vocab_size=40, dim=32, ffn_dim=48, n_heads=4, n_kv_heads=2, head_dim=8, n_core=2, default_loops=1, max_loops=1)
-LOOPED = ModelConfig(
-    vocab_size=33, dim=24, ffn_dim=40, n_heads=3, n_kv_heads=1, head_dim=8, n_prelude=1, n_core=2, n_coda=1, default_loops=4, block_norm="sandwich",
-    loop_norm="every", inject="concat_linear", attn_bias="qkvo", qk_norm="head", tied_embeddings=False, exit="hazard_gate", nope_layers=(1,),
-    layer_windows=(0, 16, 0, 8), rope_scaling={"type": "linear", "factor": 2.0}, extra={"license": "Apache-2.0"},
-)  # fmt: skip
 TOKENIZER = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "é": 2}, unk_token="<unk>"))
-
-
-def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
 
 
 def parts(path) -> tuple[dict, bytes]:
@@ -261,7 +250,8 @@ def test_a_full_disk_shows_before_any_work(plain, monkeypatch):
 def test_a_file_size_limit_leaves_the_old_file_and_no_other(plain):
     code = textwrap.dedent("""
         import resource, signal, sys, numpy as np
-        from tests.test_model_file import PLAIN, random_tensors, save_model
+        from samples import PLAIN, random_tensors
+        from tinyloop_py.model_writer import save_model
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         try:
@@ -272,8 +262,8 @@ def test_a_file_size_limit_leaves_the_old_file_and_no_other(plain):
             sys.exit("no error")
     """)
     before = plain.read_bytes()
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    here = os.path.dirname(os.path.abspath(__file__))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(here), here, os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run([sys.executable, "-c", code, str(plain)], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "File too large" in run.stdout

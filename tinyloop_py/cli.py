@@ -1,0 +1,41 @@
+"""The `tinyloop` command. Every subcommand is a module of `commands` with `add_parser(subparsers)` and `run(args) -> int`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .commands import convert, info
+
+COMMANDS = (convert, info)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand: 0, or 1 after one line on stderr, or 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="tinyloop", description="Looped language models inside a Python process.")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse's own: 0 after --help, 2 after wrong usage
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("tinyloop: interrupted", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print("tinyloop: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
