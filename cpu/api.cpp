@@ -182,6 +182,23 @@ tl_status tl_plan_n_clamped(const tl_plan *plan, uint64_t *n_clamped) {
   return TL_OK;
 }
 
+static tl_status convert_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, bool to_page) {
+  return guarded([&]() -> tl_status {
+    TL_REQUIRE(plan && keys && values && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
+    TL_REQUIRE(plan->desc.n_layers[part] > 0, "the part has no layers");
+    tl::convert_page(*plan, part, page, keys, values, to_page);
+    return TL_OK;
+  });
+}
+
+tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, void *) {
+  return convert_page(plan, part, page, keys, values, false);
+}
+
+tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *) {
+  return convert_page(plan, part, page, (void *)keys, (void *)values, true);
+}
+
 tl_status tl_op_matmul(tl_context *context, const tl_matmul_args *args, void *) {
   return guarded([&]() -> tl_status {
     TL_REQUIRE(context && args && args->size == sizeof(tl_matmul_args), "tl_matmul_args.size does not match this library");

@@ -58,6 +58,9 @@ namespace tl {
 
 uint64_t page_nbytes(const tl_plan_desc &d, int part);
 
+// Between a page and the canonical layout (keys and values (n_layers, n_kv_heads, 16, head_dim)); to_page says which way.
+void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page);
+
 // Runs a batch that plan_check.h has accepted.
 void run_batch(tl_plan &plan, const tl_batch &batch);
 

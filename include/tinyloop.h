@@ -216,6 +216,11 @@ TL_API tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *str
 /* K and V values clamped to float16's range since the plan was made. */
 TL_API tl_status tl_plan_n_clamped(const tl_plan *plan, uint64_t *n_clamped);
 
+/* One page between the backend's layout and the canonical one: keys and values, (n_layers of the part, n_kv_heads, 16,
+ * head_dim) of the KV type each, in memory. */
+TL_API tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, void *stream);
+TL_API tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *stream);
+
 /* ---- single operations, for tests ------------------------------------------------------------------------------- */
 
 typedef struct tl_matmul_args {

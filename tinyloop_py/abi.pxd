@@ -126,6 +126,8 @@ cdef struct tl_functions:
     tl_status (*plan_bind)(tl_plan *, void *) noexcept nogil
     tl_status (*plan_enqueue)(tl_plan *, const tl_batch *, void *) noexcept nogil
     tl_status (*plan_n_clamped)(const tl_plan *, uint64_t *) noexcept nogil
+    tl_status (*plan_export_page)(tl_plan *, int32_t, int32_t, void *, void *, void *) noexcept nogil
+    tl_status (*plan_import_page)(tl_plan *, int32_t, int32_t, const void *, const void *, void *) noexcept nogil
     tl_status (*op_matmul)(tl_context *, const tl_matmul_args *, void *) noexcept nogil
     tl_status (*op_rms_norm)(tl_context *, int32_t, int32_t, float, const float *, const float *, float *, void *) noexcept nogil
     tl_status (*op_activation)(tl_context *, int32_t, int64_t, const float *, const float *, float *, void *) noexcept nogil

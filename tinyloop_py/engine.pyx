@@ -13,7 +13,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from .abi cimport (
-    TL_PAGE_POSITIONS, TL_RUN_ALL, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE,
+    TL_BF16, TL_F32, TL_PAGE_POSITIONS, TL_RUN_ALL, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE,
     tl_batch, tl_status,
 )
 from .plan cimport Plan
@@ -151,6 +151,41 @@ cdef class Engine:
         if base is not None:
             seq.copy_tail(base)
         return 0
+
+    def export_kv(self, KvPrefix prefix):
+        """The keys and values of a prefix in the canonical layout.
+
+        Returns
+        -------
+        dict
+            Stage (0 prelude, 1 coda, 2 + loop) -> (first position, keys, values): arrays (n_layers, n_kv_heads, n, head_dim)
+            of the KV type (bf16 as uint16) from the first position that is still held on.
+        """
+        pages = {}
+        for span in (*prefix.spans, *(() if prefix.tail is None else (prefix.tail,))):
+            for stage, page, index in span.held():
+                pages.setdefault(stage, {})[index] = self.export_page(stage, page)
+        out = {}
+        for stage, held in pages.items():
+            first = min(held)
+            keys, values = (np.concatenate([held[i][which] for i in sorted(held)], axis=2) for which in range(2))
+            n = prefix.n_tokens - first * TL_PAGE_POSITIONS
+            out[stage] = (first * TL_PAGE_POSITIONS, keys[:, :, :n], values[:, :, :n])
+        return out
+
+    def export_page(self, int stage, int page):
+        """(keys, values) of one page, (n_layers, n_kv_heads, 16, head_dim) each."""
+        cdef int part = min(stage, TL_STAGE_CORE)
+        c = self.config
+        n_layers = (c.n_prelude, c.n_coda, c.n_core)[part]
+        dtype = np.float32 if self.plan.desc.kv_dtype == TL_F32 else np.uint16 if self.plan.desc.kv_dtype == TL_BF16 else np.float16
+        out = np.empty((2, n_layers, c.n_kv_heads, TL_PAGE_POSITIONS, c.head_dim), dtype)
+        cdef unsigned char[::1] view = out.reshape(-1).view(np.uint8)
+        cdef size_t half = view.shape[0] // 2
+        with self._lock:
+            status = self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, &view[0], &view[half], NULL)
+        self.plan.context.library.check(status, "reading a KV page")
+        return out[0], out[1]
 
     def logits(self, const int32_t[::1] tokens, int loops, int window, bint last_only):
         """Logits of every position, or of the last, float32 (n, vocab_size)."""

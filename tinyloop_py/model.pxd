@@ -9,7 +9,7 @@ from .sampling cimport Sampling
 
 cdef class Model(PoolClient):
     cdef object __weakref__
-    cdef Engine _engine
+    cdef readonly Engine _engine
     cdef readonly object config
     cdef readonly int max_seq_len
     cdef readonly str device

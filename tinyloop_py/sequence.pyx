@@ -50,6 +50,14 @@ cdef class Span:
     cdef int32_t page(self, int stage, int index) noexcept:
         return self.pages[stage * self.n_pages + index]
 
+    def held(self):
+        """(stage, page, index of the page in the sequence) of every page held."""
+        cdef int stage, i
+        return [
+            (stage, self.page(stage, i), self.first_page + i)
+            for stage in range(self.n_stages) for i in range(self.n_pages) if self.page(stage, i) >= 0
+        ]
+
 
 @cython.final
 cdef class KvPrefix:
