@@ -38,20 +38,15 @@ def test_a_draw_depends_on_seed_position_and_index_alone():
     assert (philox.uniform(3, 17, np.arange(1000), philox.DOMAIN_INIT) != philox.uniform(3, 17, np.arange(1000), philox.DOMAIN_GUMBEL)).any()
 
 
-@pytest.mark.parametrize("word", [0, 1, 255, 256, 2**31 - 1, 2**31, 2**32 - 256, 2**32 - 1])
-def test_uniform_is_inside_the_open_interval(monkeypatch, word):
-    """Also in float32 when 1 - u comes from the complement, as the module tells native code to."""
+@pytest.mark.parametrize("word", [0, 1, 511, 512, 2**31 - 1, 2**31, 2**32 - 512, 2**32 - 1])
+def test_uniform_is_inside_the_open_interval_in_float32_too(monkeypatch, word):
     monkeypatch.setattr(philox, "words", lambda *_: np.array([word], np.uint32))
     u = philox.uniform(0, 0, np.arange(1), philox.DOMAIN_GUMBEL)[0]
     assert 0 < u < 1
-    top = word >> 8
-    if top < 2**23:
-        minus_log = -np.log((np.float32(top) + np.float32(0.5)) * np.float32(2**-24))
-    else:
-        minus_log = -np.log1p(-(np.float32(0xFFFFFF - top) + np.float32(0.5)) * np.float32(2**-24))
+    assert (np.float32(word >> 9) + np.float32(0.5)) * np.float32(2**-23) == u
     g = philox.gumbel(0, 0, np.arange(1))[0]
     assert math.isfinite(g)
-    assert -np.log(minus_log) == pytest.approx(g, rel=1e-6, abs=1e-6)
+    assert -np.log(-np.log(np.float32(u))) == pytest.approx(g, rel=1e-6, abs=1e-6)
 
 
 def kolmogorov(samples: np.ndarray, cdf: np.ndarray) -> float:
@@ -61,8 +56,8 @@ def kolmogorov(samples: np.ndarray, cdf: np.ndarray) -> float:
     return math.sqrt(n) * max((steps[1:] - cdf).max(), (cdf - steps[:-1]).max())
 
 
-PINNED_STATE = [0.5803964571402771, 0.14407959532641754, -0.4661987222549077, 0.3696652932248561, -0.1641159662663685]
-PINNED_GUMBEL = [-0.37127230352298624, 3.8325262423082034, 0.5343777629050147, 0.3723903303789419, 1.2060450763076411]
+PINNED_STATE = [0.5803963689716313, 0.1440796706053925, -0.46619880530899527, 0.3696652134548468, -0.16411604177813108]
+PINNED_GUMBEL = [-0.3712722159132844, 3.8325248359388744, 0.5343776715276409, 0.372390244231363, 1.2060452105988186]
 CRITICAL = 1.95  # exceeded by chance once in a thousand; the seeds below are fixed
 
 
@@ -94,7 +89,7 @@ def test_state_scales_and_reaches_the_tails():
     assert not philox.truncated_normal(0, 5, 64, std=0.0).any()
     inverse = NormalDist().inv_cdf
     assert inverse(philox.TAIL) == pytest.approx(-3, abs=1e-13)
-    assert inverse(philox.TAIL + (1 - 2 * philox.TAIL) * (1 - 2**-25)) == pytest.approx(3, abs=1e-4)
+    assert inverse(philox.TAIL + (1 - 2 * philox.TAIL) * (1 - 2**-24)) == pytest.approx(3, abs=1e-4)
 
 
 def test_pinned_states_and_noise():

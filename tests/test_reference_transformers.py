@@ -90,7 +90,7 @@ def transformers_logits(family: str, c: ModelConfig, tensors: dict[str, np.ndarr
         eos_token_id=None,
         **extra,
     )
-    model = getattr(transformers, family + "ForCausalLM")(config).double().eval()
+    model = MODELS[family](config).double().eval()
     missing, unexpected = model.load_state_dict(state_dict(family, tensors), strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if c.tied_embeddings else set())
@@ -132,6 +132,10 @@ CASES = {
         {"embedding_multiplier": 6.0, "logits_scaling": 4.0, "attention_multiplier": 0.25},
     ),
 }
+
+
+# Imported here, not under `only_float64`, where a default argument would keep float64 for the rest of the process.
+MODELS = {family: getattr(transformers, family + "ForCausalLM") for family, _, _ in CASES.values()}
 
 
 @pytest.mark.parametrize("case", CASES)

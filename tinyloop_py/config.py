@@ -78,8 +78,8 @@ class ModelConfig:
     final_norm: bool = True
     inject: str = "none"
     state_init: str = "input"
-    state_init_std: float = 0.0  # "normal": truncated at 3 sigma, drawn by (state_init_seed, position, index)
-    state_init_seed: int = 0
+    state_init_std: float = 0.0  # "normal": sigma before the truncation at 3 sigma; embed_scale does not enter
+    state_init_seed: int = 0  # a state is drawn by (seed, position, index), as tests/philox.py defines
 
     attn_bias: str = ""  # the projections that have a bias, out of "qkvo" in that order
     qk_norm: str = "none"  # RMSNorm of q and k: per "head" (head_dim weights) or over the "full" row
