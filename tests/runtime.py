@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def backends() -> list[str]:
     return ["cpu", "cuda"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def model_file(name: str, dtype: str = "f32", group_size: int | None = None, seed: int = 0) -> Path:
     """A file of the random model of CONFIGS[name]."""
     path = Path(_folder.name) / f"{name}-{dtype}-{group_size}-{seed}.tinyloop"

@@ -173,7 +173,7 @@ cdef class Model(PoolClient):
         if loops > self.config.trained_loops and not self._warned:
             self._warned = True
             warnings.warn(
-                f"loops = {loops} is deeper than the {self.config.trained_loops} that this model was trained for", UserWarning, stacklevel=3
+                f"loops = {loops} is deeper than the {self.config.trained_loops} that this model was trained for", UserWarning, stacklevel=1
             )
         return 0
 

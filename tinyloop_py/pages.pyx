@@ -24,6 +24,11 @@ cdef class PageSpace:
         self._warm_limit = max(1, WARM_NBYTES // page_nbytes)
 
     @property
+    def n_seen(self):
+        """Pages handed out at least once: those that may hold memory."""
+        return self._n_seen
+
+    @property
     def base(self):
         """Address of page 0."""
         return self._range.pointer
