@@ -138,10 +138,10 @@ class ModelConfig:
         fields = load_object(text, "config")
         known = {f.name: f for f in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - set(known)):
-            raise FormatError(f"config has unknown field {first_of(unknown)}; this tinyloop is too old for the file, or it is damaged")
+            raise FormatError(f"config has unknown field(s) {first_of(unknown)}; this tinyloop is too old for the file, or it is damaged")
         required = [n for n, f in known.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
         if missing := [name for name in required if name not in fields]:
-            raise FormatError(f"config lacks field {first_of(missing)}")
+            raise FormatError(f"config lacks field(s) {', '.join(missing)}")
         try:
             return cls(**fields)
         except (ValueError, TypeError) as error:
@@ -162,7 +162,7 @@ def _is_int(value: object) -> bool:
 
 
 def _fail(name: str, got: object, expected: str) -> None:
-    raise ValueError(f"config field {name} is {shown(got)}, expected {expected}")
+    raise ValueError(f"config field {name} is {shown(got, 500)}, expected {expected}")
 
 
 def _check_types(c: ModelConfig) -> None:
