@@ -281,7 +281,7 @@ REFUSED = {
     "no size": ("Llama", {"hidden_size": None}, "hidden_size is missing, expected an integer from 1"),
     "size type": ("Llama", {"num_hidden_layers": "4"}, "num_hidden_layers is '4', expected an integer"),
     "kv heads": ("Llama", {"num_key_value_heads": 3}, "n_kv_heads is 3, expected a divisor of n_heads = 4"),
-    "eps": ("Llama", {"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5', expected a finite number"),
+    "eps": ("Llama", {"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5', expected a finite"),
     "head_dim": ("Llama", {"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size 64 is no multiple of"),
     "mistral bias": ("Mistral", {"attention_bias": True}, "attention_bias is True, MistralForCausalLM is supported with False only"),
     "mistral list": ("Mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, "has full_attention beside a sliding_window"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import FormatError
-from .strict_json import first_of, load_object, shown
+from .strict_json import load_object, shown
 
 DEFAULT_LOOPS = 8  # the depth of a file that names none
 
@@ -138,7 +138,7 @@ class ModelConfig:
         fields = load_object(text, "config")
         known = {f.name: f for f in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - set(known)):
-            raise FormatError(f"config has unknown field(s) {first_of(unknown)}; this tinyloop is too old for the file, or it is damaged")
+            raise FormatError(f"config has unknown field(s) {shown(', '.join(unknown))}; this tinyloop is too old for the file, or it is damaged")
         required = [n for n, f in known.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
         if missing := [name for name in required if name not in fields]:
             raise FormatError(f"config lacks field(s) {', '.join(missing)}")
