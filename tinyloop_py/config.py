@@ -100,11 +100,13 @@ class ModelConfig:
     extra: dict[str, Any] = field(default_factory=dict)  # provenance: source, licence, training; never read by the runtime
 
     def __post_init__(self) -> None:
-        for name in ("trained_loops", "max_loops", "rotary_dim"):
+        for name, source, factor in (("trained_loops", "default_loops", 1), ("max_loops", "trained_loops", 4), ("rotary_dim", "head_dim", 1)):
             if getattr(self, name) is None:
-                default = {"trained_loops": self.default_loops, "rotary_dim": self.head_dim}.get(name)
-                object.__setattr__(self, name, 4 * self.trained_loops if default is None else default)  # type: ignore[operator]
+                _check_int(source, getattr(self, source))
+                object.__setattr__(self, name, min(factor * getattr(self, source), _MAX_INT))
         for name in ("nope_layers", "layer_windows"):
+            if not isinstance(getattr(self, name), list | tuple):
+                _fail(name, getattr(self, name), "a list of integers")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_types(self)
         _check_values(self)
@@ -151,9 +153,11 @@ class ModelConfig:
 _INTS = {
     "vocab_size": 1, "dim": 1, "ffn_dim": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 2, "n_core": 1, "n_prelude": 0,
     "n_coda": 0, "default_loops": 1, "trained_loops": 1, "max_loops": 1, "rotary_dim": 0, "state_init_seed": 0,
+    "trained_seq_len": 1,
 }  # fmt: skip
 _MAX_INT = 2**31 - 1
-_MAX_FLOAT = 3.4028234663852886e38  # float32's: the runtime computes in it
+_MAX = {"n_prelude": 4096, "n_core": 4096, "n_coda": 4096}  # a damaged file must not make us list 2**31 layers
+_MAX_FLOAT = 3.4028234663852886e38  # float32's, the type the runtime keeps them in
 _FLOATS = ("norm_eps", "state_init_std", "rope_theta", "embed_scale", "logit_scale", "logit_softcap")
 
 
@@ -165,17 +169,20 @@ def _fail(name: str, got: object, expected: str) -> None:
     raise ValueError(f"config field {name} is {shown(got, 500)}, expected {expected}")
 
 
+def _check_int(name: str, value: object) -> None:
+    low, high = _INTS[name], _MAX.get(name, _MAX_INT)
+    if not _is_int(value) or not low <= value <= high:  # type: ignore[operator]
+        _fail(name, value, f"an integer from {low} to {high}")
+
+
 def _check_types(c: ModelConfig) -> None:
-    for name, low in _INTS.items():
-        value = getattr(c, name)
-        if not _is_int(value) or not low <= value <= _MAX_INT:
-            _fail(name, value, f"an integer from {low} to {_MAX_INT}")
-    if c.trained_seq_len is not None and (not _is_int(c.trained_seq_len) or c.trained_seq_len < 1):
-        _fail("trained_seq_len", c.trained_seq_len, "a positive integer or null")
+    for name in _INTS:
+        if name != "trained_seq_len" or c.trained_seq_len is not None:
+            _check_int(name, getattr(c, name))
     for name in _FLOATS:
         value = getattr(c, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_FLOAT:
-            _fail(name, value, "a finite number")
+            _fail(name, value, "a finite float32")
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
             _fail(name, getattr(c, name), "one of " + ", ".join(choices))
@@ -201,6 +208,8 @@ def _check_values(c: ModelConfig) -> None:
     for name in ("state_init_std", "logit_softcap"):
         if not getattr(c, name) >= 0:
             _fail(name, getattr(c, name), "zero or more")
+    if c.inject == "none" and c.state_init != "input":
+        _fail("state_init", c.state_init, "input, since inject is none: the loops would never see the tokens")
     if not isinstance(c.attn_bias, str) or c.attn_bias != "".join(p for p in "qkvo" if p in c.attn_bias):
         _fail("attn_bias", c.attn_bias, "letters out of 'qkvo', in that order")
     if not all(_is_int(i) and 0 <= i < c.n_layers for i in c.nope_layers):
@@ -214,7 +223,7 @@ def _check_rope_scaling(c: ModelConfig) -> None:
     scaling = c.rope_scaling
     if scaling is None:
         return
-    if not isinstance(scaling, dict) or scaling.get("type") not in ROPE_SCALING:
+    if not isinstance(scaling, dict) or scaling.get("type") not in tuple(ROPE_SCALING):
         _fail("rope_scaling", scaling, "null or an object whose type is one of " + ", ".join(ROPE_SCALING))
     keys = ROPE_SCALING[scaling["type"]]
     if set(scaling) != {"type", *keys}:
@@ -222,3 +231,8 @@ def _check_rope_scaling(c: ModelConfig) -> None:
     for key in keys:
         if isinstance(scaling[key], bool) or not isinstance(scaling[key], int | float) or not 0 < scaling[key] <= _MAX_FLOAT:
             _fail(f"rope_scaling.{key}", scaling[key], "a positive number")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if high in scaling and not scaling[low] < scaling[high]:
+            _fail(f"rope_scaling.{high}", scaling[high], f"more than {low} = {scaling[low]}")
+    if scaling["type"] == "yarn" and not c.rope_theta > 1:
+        _fail("rope_theta", c.rope_theta, "more than 1 with yarn")

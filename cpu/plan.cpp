@@ -1,0 +1,111 @@
+// Sizes and scratch layout of a plan.
+#include "plan.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "sampling.h"
+
+namespace tl {
+
+uint64_t page_nbytes(const tl_plan_desc &d, int part) {
+  const uint64_t element = d.kv_dtype == TL_F32 ? 4 : 2;
+  const uint64_t k = (uint64_t)d.head_dim * TL_PAGE_POSITIONS, v = (uint64_t)pad16(d.head_dim) * TL_PAGE_POSITIONS;
+  return (uint64_t)d.n_layers[part] * d.n_kv_heads * (k + v) * element;
+}
+
+void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page) {
+  const tl_plan_desc &d = plan.desc;
+  const int hd = d.head_dim, pad = plan.head_pad;
+  const uint64_t size = plan.kv_nbytes, row = hd * size;
+  uint8_t *at = (uint8_t *)d.kv_base[part] + page * plan.page_nbytes[part], *k_out = (uint8_t *)keys, *v_out = (uint8_t *)values;
+  const auto move = [to_page](uint8_t *in_page, uint8_t *outside, uint64_t nbytes) {
+    memcpy(to_page ? in_page : outside, to_page ? outside : in_page, nbytes);
+  };
+  for (int layer = 0; layer < d.n_layers[part]; layer++) {
+    for (int head = 0; head < d.n_kv_heads; head++, at += hd * TL_PAGE_POSITIONS * size, k_out += TL_PAGE_POSITIONS * row)
+      for (int i = 0; i < hd * TL_PAGE_POSITIONS; i++) move(at + i * size, k_out + (i % TL_PAGE_POSITIONS * hd + i / TL_PAGE_POSITIONS) * size, size);
+    for (int i = 0; i < d.n_kv_heads * TL_PAGE_POSITIONS; i++, at += pad * size, v_out += row) move(at, v_out, row);
+  }
+}
+
+namespace {
+
+uint64_t align64(uint64_t n) { return (n + 63) / 64 * 64; }
+
+// Operand bytes of n rows: full blocks, and the remainder as a block of its own.
+uint64_t operand_nbytes(const Kernels &k, const tl_matrix &w, int n_rows) {
+  const int per_block = k.block_rows(w.dtype), n_blocks = (n_rows + per_block - 1) / per_block;
+  return n_blocks * k.block_nbytes(w.dtype, w.n_in, std::min(per_block, n_rows));
+}
+
+struct Widest {
+  uint64_t operand = 0, thread_operand = 0;
+  int n_in = 0;
+};
+
+Widest widest_matrices(const tl_plan &p) {
+  Widest w;
+  const int max_rows = std::max(p.desc.max_rows, p.desc.max_out);
+  for (const tl_phase &phase : p.phases) {
+    if (!phase.weight.data || phase.kind == TL_PHASE_EMBED) continue;
+    w.operand = std::max(w.operand, operand_nbytes(p.k, phase.weight, max_rows));
+    w.thread_operand = std::max(w.thread_operand, p.k.block_nbytes(phase.weight.dtype, phase.weight.n_in, kPrivateRows));
+    w.n_in = std::max(w.n_in, (int)phase.weight.n_in);
+  }
+  return w;
+}
+
+void lay_out_thread(tl_plan &p, const Widest &w) {
+  Scratch &s = p.scratch;
+  const int head_panels = p.head_pad / kPanelRows;
+  const int tile = std::max(kUnitRows * std::max(kUnitPanels, head_panels), kPrivateRows * std::max(kPrivatePanels, head_panels));
+  uint64_t at = 0;
+  const auto take = [&at](uint64_t nbytes) { return std::exchange(at, at + align64(nbytes)); };
+  s.t_operand = take(w.thread_operand);
+  s.t_tile = take((uint64_t)tile * kPanelRows * 4);
+  s.t_row = take(2 * (uint64_t)pad16(std::max({w.n_in, p.dim_pad, p.q_dim})) * 4);
+  s.t_states = take(3 * (uint64_t)std::max(kBlockQueries, p.group) * (kStateHead + p.head_pad) * 4);
+  s.t_sample = take(sampling_work_floats(p.desc.vocab_size) * 4);
+  s.thread_nbytes = at;
+}
+
+void lay_out(tl_plan &p) {
+  Scratch &s = p.scratch;
+  const tl_plan_desc &d = p.desc;
+  const Widest w = widest_matrices(p);
+  const uint64_t rows = std::max(d.max_rows, d.max_out);
+  lay_out_thread(p, w);
+  uint64_t at = 0;
+  const auto take = [&at](uint64_t nbytes) { return std::exchange(at, at + align64(nbytes)); };
+  s.x = take(rows * p.dim_pad * 4);
+  s.e = take(rows * p.dim_pad * 4);
+  s.y = take(rows * p.dim_pad * 4);
+  s.q = take(rows * d.n_heads * p.head_pad * 4);
+  s.qkv = take(d.qk_norm == TL_QK_NORM_FULL ? rows * (d.n_heads + 2 * d.n_kv_heads) * p.head_pad * 4 : 0);
+  s.attn = take(rows * pad16(p.q_dim) * 4);
+  s.hidden = take(rows * p.ffn_pad * 4);
+  s.operand = take(w.operand);
+  s.logits = take((uint64_t)d.max_out * d.vocab_size * 4);
+  s.partials = take((uint64_t)kSplitRows * d.n_heads * p.max_chunks() * (kStateHead + p.head_pad) * 4);
+  s.thread = at;
+  s.nbytes = at + p.context.pool.size() * s.thread_nbytes;
+}
+
+}  // namespace
+}  // namespace tl
+
+tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d)
+    : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases), split_done(tl::kSplitRows) {
+  desc.phases = nullptr;
+  dim_pad = tl::pad16(d.dim);
+  head_pad = tl::pad16(d.head_dim);
+  ffn_pad = tl::pad16(d.ffn_dim);
+  q_dim = d.n_heads * d.head_dim;
+  group = d.n_heads / d.n_kv_heads;
+  kv_nbytes = d.kv_dtype == TL_F32 ? 4 : 2;
+  for (int part = 0; part < 3; part++) page_nbytes[part] = tl::page_nbytes(d, part);
+  tl::lay_out(*this);
+}

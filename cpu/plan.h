@@ -1,0 +1,67 @@
+// A plan on the CPU: the phases of one model's forward pass, and where its scratch memory lies.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "kernels.h"
+#include "thread_pool.h"
+
+struct tl_context {
+  explicit tl_context(const tl::Kernels &k, int n_threads) : kernels(k), pool(n_threads) {}
+  const tl::Kernels &kernels;
+  tl::ThreadPool pool;
+};
+
+namespace tl {
+
+constexpr int kPrivateRows = 3;   // up to here every thread lays out the operand itself instead of meeting at a barrier
+constexpr int kPrivatePanels = 64;  // matrix panels that a thread then runs before it hands the outputs on
+constexpr int kUnitRows = 96;     // batch rows of one unit of a matrix product
+constexpr int kUnitPanels = 4;    // its panels, where nothing else groups them
+constexpr int kSplitRows = 8;     // up to here a query's keys are shared out over threads
+constexpr int kSplitChunks = 2;   // key chunks of one unit then
+constexpr int kBlockQueries = 24; // queries of one attention unit otherwise
+
+// Byte offsets into the scratch memory. Row buffers are (max_rows, width) float32.
+struct Scratch {
+  uint64_t x, e, y, q, qkv, attn, hidden, operand, logits, partials;
+  uint64_t thread, thread_nbytes;                               // per thread:
+  uint64_t t_operand, t_tile, t_row, t_states, t_sample;        // offsets inside a thread's part
+  uint64_t nbytes;
+};
+
+}  // namespace tl
+
+struct tl_plan {
+  tl_plan(tl_context &c, const tl_plan_desc &d);
+
+  tl_context &context;
+  const tl::Kernels &k;
+  tl_plan_desc desc;
+  std::vector<tl_phase> phases;
+  tl::Scratch scratch;
+  uint8_t *memory = nullptr;
+  std::atomic<uint64_t> n_clamped{0};
+  std::vector<std::atomic<int>> split_done;  // (kSplitRows,): finished units of a row's keys
+
+  int dim_pad, head_pad, ffn_pad, q_dim, group;
+  uint64_t kv_nbytes;                // bytes of one K or V value
+  uint64_t page_nbytes[3];
+
+  float *buffer(uint64_t offset) const { return (float *)(memory + offset); }
+  uint8_t *thread_memory(int thread) const { return memory + scratch.thread + thread * scratch.thread_nbytes; }
+  int max_chunks() const { return (desc.max_pos + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK; }
+};
+
+namespace tl {
+
+uint64_t page_nbytes(const tl_plan_desc &d, int part);
+
+// Between a page and the canonical layout (keys and values (n_layers, n_kv_heads, 16, head_dim)); to_page says which way.
+void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page);
+
+// Runs a batch that plan_check.h has accepted.
+void run_batch(tl_plan &plan, const tl_batch &batch);
+
+}  // namespace tl

@@ -1,0 +1,68 @@
+// Running a batch: every thread walks the same steps, shares out the units of each, and meets the others after it.
+#pragma once
+
+#include <vector>
+
+#include "plan.h"
+
+namespace tl {
+
+struct Step {
+  const tl_phase *phase;  // NULL: copy the out rows' x to boundary_x
+  int stage;              // row of the page table
+  int loop;
+};
+
+// Consecutive rows of one sequence at consecutive positions.
+struct RowBlock {
+  int begin, n_rows;
+};
+
+struct Run {
+  tl_plan &plan;
+  const tl_batch &batch;
+  std::vector<Step> steps;
+  std::vector<RowBlock> blocks;
+};
+
+// One thread's view of a run.
+struct Worker {
+  tl_plan &plan;
+  const tl_batch &batch;
+  const Run &run;
+  const Kernels &k;
+  ThreadPool &pool;
+  int thread;
+  uint8_t *memory;  // this thread's scratch
+  int n_clamped = 0;
+
+  float *x(int row) const { return plan.buffer(plan.scratch.x) + (int64_t)row * plan.dim_pad; }
+  float *e(int row) const { return plan.buffer(plan.scratch.e) + (int64_t)row * plan.dim_pad; }
+  float *y(int row) const { return plan.buffer(plan.scratch.y) + (int64_t)row * plan.dim_pad; }
+  float *q(int row) const { return plan.buffer(plan.scratch.q) + (int64_t)row * plan.desc.n_heads * plan.head_pad; }
+  float *attn(int row) const { return plan.buffer(plan.scratch.attn) + (int64_t)row * pad16(plan.q_dim); }
+  float *hidden(int row) const { return plan.buffer(plan.scratch.hidden) + (int64_t)row * plan.ffn_pad; }
+  float *row_buffer(int i) const;
+
+  // Calls body(unit) for 0 <= unit < n over all threads, then waits for them.
+  template <class Body>
+  void share(int n, Body body) {
+    for (int unit = pool.next_unit(); unit < n; unit = pool.next_unit()) body(unit);
+    pool.barrier();
+  }
+};
+
+// Page of a sequence at a stage that holds `pos`.
+uint8_t *page_at(const Worker &w, int seq, int stage, int part, int pos);
+// K and V of a layer and KV head inside a page.
+void *k_of(const Worker &w, uint8_t *page, int layer, int head);
+void *v_of(const Worker &w, uint8_t *page, int layer, int head);
+
+void run_qkv(Worker &w, const Step &s);
+void run_attend(Worker &w, const Step &s);
+void run_residual(Worker &w, const Step &s);  // OUT and DOWN
+void run_gate_up(Worker &w, const Step &s);
+void run_inject_matrix(Worker &w, const Step &s);
+void run_head(Worker &w, const Step &s);
+
+}  // namespace tl

@@ -1,0 +1,89 @@
+/* Validation that both native libraries share: each function returns NULL, or what is wrong. C++ only. */
+#pragma once
+
+#include "tinyloop.h"
+
+namespace tl {
+
+inline const char *check_matrix(const tl_matrix &m, bool packed) {
+  if (m.size != sizeof(tl_matrix)) return "tl_matrix.size does not match this library";
+  if (m.dtype < TL_F32 || m.dtype > TL_INT8) return "tl_matrix.dtype is unknown";
+  if (m.n_out <= 0 || m.n_out % 16) return "tl_matrix.n_out is not a positive multiple of 16";
+  if (m.n_in <= 0) return "tl_matrix.n_in is not positive";
+  if (m.group_size < 0 || m.group_size % TL_INT8_GROUP) return "tl_matrix.group_size is not a multiple of TL_INT8_GROUP";
+  if (m.group_size && m.dtype != TL_INT8) return "tl_matrix.group_size is set for a float matrix";
+  if (packed && (!m.data || (uint64_t)m.data % 64)) return "tl_matrix.data is not 64-byte aligned memory";
+  return nullptr;
+}
+
+inline const char *check_pack(const tl_matrix &m, const tl_pack_rows &r) {
+  if (const char *error = check_matrix(m, true)) return error;
+  if (r.size != sizeof(tl_pack_rows)) return "tl_pack_rows.size does not match this library";
+  if (r.n_rows <= 0 || r.block <= 0 || r.stride < r.block || r.offset < 0) return "tl_pack_rows does not map its rows";
+  const int64_t last = r.n_rows - 1;
+  if (last / r.block * r.stride + r.offset + last % r.block >= m.n_out) return "tl_pack_rows reaches past tl_matrix.n_out";
+  if (!r.src || (m.dtype == TL_INT8 && !r.scales)) return "tl_pack_rows lacks its source or its scales";
+  return nullptr;
+}
+
+inline const char *check_sizes(const tl_plan_desc &d) {
+  if (d.size != sizeof(tl_plan_desc)) return "tl_plan_desc.size does not match this library";
+  if (d.vocab_size <= 0 || d.dim <= 0 || d.ffn_dim <= 0 || d.n_heads <= 0 || d.n_kv_heads <= 0) return "tl_plan_desc has a size that is not positive";
+  if (d.n_heads % d.n_kv_heads) return "tl_plan_desc.n_kv_heads does not divide n_heads";
+  if (d.head_dim <= 0 || d.head_dim % 2 || d.head_dim > 256) return "tl_plan_desc.head_dim is not an even number up to 256";
+  if (d.rotary_dim < 0 || d.rotary_dim % 2 || d.rotary_dim > d.head_dim) return "tl_plan_desc.rotary_dim is not an even number up to head_dim";
+  for (int part = 0; part < 3; part++)
+    if (d.n_layers[part] < 0) return "tl_plan_desc.n_layers is negative";
+  if (d.kv_dtype != TL_F32 && d.kv_dtype != TL_BF16 && d.kv_dtype != TL_F16) return "tl_plan_desc.kv_dtype is not a KV type";
+  return nullptr;
+}
+
+inline const char *check_phase(const tl_plan_desc &d, const tl_phase &p) {
+  if (p.size != sizeof(tl_phase)) return "tl_phase.size does not match this library";
+  if (p.kind < TL_PHASE_EMBED || p.kind > TL_PHASE_HEAD) return "tl_phase.kind is unknown";
+  if (p.part < 0 || p.part > 2) return "tl_phase.part is unknown";
+  const bool layered = p.kind >= TL_PHASE_QKV && p.kind <= TL_PHASE_DOWN;
+  if (layered && (p.layer < 0 || p.layer >= d.n_layers[p.part])) return "tl_phase.layer is outside its part";
+  const bool needs_weight = p.kind == TL_PHASE_EMBED || p.kind == TL_PHASE_HEAD || (layered && p.kind != TL_PHASE_ATTEND);
+  if (needs_weight && !p.weight.data) return "tl_phase lacks its weight";
+  if (p.weight.data)
+    if (const char *error = check_matrix(p.weight, true)) return error;
+  if (p.kind == TL_PHASE_NORM && !p.norm) return "tl_phase of a norm lacks its weight";
+  if ((p.kind == TL_PHASE_OUT || p.kind == TL_PHASE_DOWN) && p.block_norm != TL_NORM_PRE && !p.post_norm) return "tl_phase lacks its post_norm";
+  if (p.kind == TL_PHASE_QKV && d.qk_norm != TL_QK_NORM_NONE && (!p.q_norm || !p.k_norm)) return "tl_phase lacks its q_norm or k_norm";
+  return nullptr;
+}
+
+inline const char *check_plan(const tl_plan_desc &d) {
+  if (const char *error = check_sizes(d)) return error;
+  if (d.max_rows <= 0 || d.max_out <= 0 || d.max_pos <= 0) return "tl_plan_desc.max_rows, max_out or max_pos is not positive";
+  if ((int64_t)d.table_stride * TL_PAGE_POSITIONS < d.max_pos) return "tl_plan_desc.table_stride does not cover max_pos";
+  if (d.rotary_dim && (!d.rope_cos || !d.rope_sin)) return "tl_plan_desc lacks its rope tables";
+  if (!d.phases || d.n_phases <= 0) return "tl_plan_desc has no phases";
+  if (d.section[0] != 0 || d.section[4] != d.n_phases) return "tl_plan_desc.section does not span the phases";
+  for (int i = 0; i < 4; i++)
+    if (d.section[i] > d.section[i + 1]) return "tl_plan_desc.section is not ascending";
+  for (int part = 0; part < 3; part++)
+    if (d.n_layers[part] && !d.kv_base[part]) return "tl_plan_desc.kv_base is NULL for a part with layers";
+  for (int i = 0; i < d.n_phases; i++)
+    if (const char *error = check_phase(d, d.phases[i])) return error;
+  return nullptr;
+}
+
+/* Sizes and pointers only: what the rows hold is device data on CUDA, and the caller's to check. */
+inline const char *check_batch(const tl_plan_desc &d, const tl_batch &b) {
+  if (b.size != sizeof(tl_batch)) return "tl_batch.size does not match this library";
+  if (!b.sections || (b.sections & ~TL_RUN_ALL)) return "tl_batch.sections names no section";
+  if (b.n_rows < 0 || b.n_rows > d.max_rows) return "tl_batch.n_rows is outside 0..max_rows";
+  if (b.n_out < 0 || b.n_out > d.max_out) return "tl_batch.n_out is outside 0..max_out";
+  if (b.window < 0) return "tl_batch.window is negative";
+  const bool head_only = b.sections == TL_RUN_HEAD;
+  if (head_only ? (!b.x_in || b.n_rows || !b.n_out) : !b.n_rows) return "tl_batch has no rows, or a head-only batch has some or lacks x_in";
+  if (!head_only && (!b.token || !b.pos || !b.seq || !b.page_table)) return "tl_batch lacks its rows";
+  if ((b.sections & TL_RUN_CORE) && (b.loop_begin < 0 || b.loop_end < b.loop_begin)) return "tl_batch.loop_begin and loop_end are not a range";
+  if (b.n_out && !head_only && !b.out_row) return "tl_batch lacks out_row";
+  if (b.sampling && (!b.sampled || !(b.sections & TL_RUN_HEAD))) return "tl_batch.sampling needs sampled and the head";
+  return nullptr;
+}
+
+}  // namespace tl

@@ -1,0 +1,37 @@
+"""tinyloop: looped language models inside a Python process, with a prefix pool whose hits never change an answer."""
+
+from importlib.metadata import PackageNotFoundError as _NotFound
+from importlib.metadata import version as _version
+from pathlib import Path as _Path
+
+from .config import ModelConfig
+from .errors import FormatError, OutOfMemoryError, PoolFullError
+from .model import Model
+from .model_writer import save_model
+from .pool import PrefixPool
+from .pool_report import PoolStats, PrefixEntry
+from .weights import WeightTensor
+
+try:
+    __version__ = _version("tinyloop")
+except _NotFound:  # run from a source tree
+    __version__ = "0+unknown"
+
+__all__ = [
+    "FormatError",
+    "Model",
+    "ModelConfig",
+    "OutOfMemoryError",
+    "PoolFullError",
+    "PoolStats",
+    "PrefixEntry",
+    "PrefixPool",
+    "WeightTensor",
+    "demo_model",
+    "save_model",
+]
+
+
+def demo_model() -> _Path:
+    """Path of the looped model that comes with the package: small English stories and answers (docs/demo-model)."""
+    return _Path(__file__).resolve().parent / "models" / "demo.tinyloop"

@@ -1,0 +1,24 @@
+from libc.stdint cimport int64_t, uintptr_t
+
+
+cdef class Buffer:
+    cdef readonly uintptr_t pointer
+    cdef readonly int64_t nbytes
+
+
+cdef class HostBuffer(Buffer):
+    pass
+
+
+cdef class AddressRange:
+    cdef readonly uintptr_t pointer
+    cdef readonly int64_t nbytes
+    cdef readonly int64_t committed
+
+    cpdef int commit(self, int64_t nbytes) except -1
+    cpdef int discard(self, int64_t offset, int64_t nbytes) except -1
+    cpdef int close(self) except -1
+
+
+cdef class HostRange(AddressRange):
+    pass

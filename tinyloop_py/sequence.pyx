@@ -1,0 +1,250 @@
+"""KV of one sequence: shared spans of full pages, then pages of its own.
+
+A span is immutable and belongs to whoever refers to it: Python's reference count is the span's, and its pages go back
+when the last holder lets go. A hit refers to a prefix's spans, copies its page table and copies one partly filled page.
+"""
+
+cimport cython
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
+
+cdef int PAGE = TL_PAGE_POSITIONS
+
+
+cdef inline int part_of(int stage) noexcept:
+    """Prelude and coda are their own stages; every loop is a stage of the core."""
+    return stage if stage < TL_STAGE_CORE else TL_STAGE_CORE
+
+
+cdef inline int pages_for(int n_positions) noexcept:
+    return (n_positions + PAGE - 1) // PAGE
+
+
+@cython.final
+@cython.no_gc_clear  # the store must outlive the pages
+cdef class Span:
+    """A run of pages over all stages of a sequence, taken over from it."""
+
+    def __cinit__(self, KvStore store, int first_page, int n_pages, int n_stages):
+        self.store = store
+        self.first_page = first_page
+        self.n_pages = n_pages
+        self.n_stages = n_stages
+        self.pages = <int32_t *>malloc(max(1, n_stages * n_pages) * sizeof(int32_t))
+        if self.pages == NULL:
+            raise MemoryError
+        memset(self.pages, 0xff, n_stages * n_pages * sizeof(int32_t))
+
+    def __dealloc__(self):
+        cdef int i
+        if self.pages == NULL:
+            return
+        for i in range(self.n_stages * self.n_pages):
+            if self.pages[i] >= 0:
+                self.store.give(part_of(i // self.n_pages), self.pages[i])
+        free(self.pages)
+
+    cdef int32_t page(self, int stage, int index) noexcept:
+        return self.pages[stage * self.n_pages + index]
+
+    def held(self):
+        """(stage, page, index of the page in the sequence) of every page held."""
+        cdef int stage, i
+        return [
+            (stage, self.page(stage, i), self.first_page + i)
+            for stage in range(self.n_stages) for i in range(self.n_pages) if self.page(stage, i) >= 0
+        ]
+
+
+@cython.final
+cdef class KvPrefix:
+    """The immutable KV of `n_tokens` tokens run at a depth and window, with its last token's hidden rows."""
+
+    def parts(self):
+        """((part, nbytes), ...): spans may be shared with other prefixes, the rest is this one's own."""
+        own = self.final_x.nbytes + self.boundary_x.nbytes + (self.tail.nbytes if self.tail is not None else 0)
+        return (*((span, span.nbytes) for span in self.spans), (self, own))
+
+    @property
+    def nbytes(self):
+        """Bytes of pages and hidden rows, shared ones included."""
+        return sum(nbytes for _, nbytes in self.parts())
+
+
+@cython.final
+@cython.no_gc_clear
+cdef class Sequence:
+    """A growing sequence: `reserve`, then per step `grow` (pages for new positions), run, `advance` (positions written).
+
+    Parameters
+    ----------
+    stride
+        Pages in a row of the page table, for the longest sequence of the model.
+    part_windows
+        Of prelude, coda and core: the widest window among the layers, 0 where one is full.
+    """
+
+    def __cinit__(self, KvStore store, int loops, int window, int stride, tuple part_windows):
+        cdef int part
+        self.store = store
+        self.loops = loops
+        self.window = window
+        self.stride = stride
+        self.n_stages = TL_STAGE_CORE + loops
+        self.spans = []
+        for part in range(3):
+            self.part_window[part] = part_windows[part]
+        self.table = <int32_t *>malloc(self.n_stages * stride * sizeof(int32_t))
+        if self.table == NULL:
+            raise MemoryError
+        memset(self.table, 0xff, self.n_stages * stride * sizeof(int32_t))
+
+    def __dealloc__(self):
+        self.release()
+        free(self.table)
+
+    cdef int reserve(self, int n_positions, int max_rows) except -1:
+        """Has the store promise every page up to `n_positions`; a windowed part needs what stays resident at a time."""
+        cdef int stage, n, part
+        cdef int64_t nbytes = 0
+        for stage in range(self.n_stages):
+            part = part_of(stage)
+            n = pages_for(n_positions) - self.n_pages
+            if self.part_window[part]:
+                n = min(n, pages_for(self.part_window[part] + max_rows) + 1)
+            nbytes += n * self.store.page_nbytes(part)
+        self.store.reserve(nbytes)
+        self.reserved_nbytes += nbytes
+        return 0
+
+    cdef int32_t take(self, int part) except -1:
+        cdef int32_t page = self.store.take(part)
+        cdef int64_t nbytes = self.store.page_nbytes(part)
+        if self.reserved_nbytes >= nbytes:
+            self.reserved_nbytes -= nbytes
+            self.store.unreserve(nbytes)
+        return page
+
+    cdef int grow(self, int n_positions) except -1:
+        """Takes the pages that positions below `n_positions` still lack; an error leaves the sequence as it was grown so far."""
+        cdef int stage, page
+        cdef int last = pages_for(n_positions)
+        for page in range(self.n_pages, last):
+            for stage in range(self.n_stages):
+                if self.store.page_nbytes(part_of(stage)) and self.table[stage * self.stride + page] < 0:
+                    self.table[stage * self.stride + page] = self.take(part_of(stage))
+            self.n_pages = page + 1
+        return 0
+
+    cdef int advance(self, int n_positions) except -1:
+        """Counts positions as written, and frees pages that no later position can read."""
+        self.n_tokens = n_positions
+        if self.part_window[0] or self.part_window[1] or self.part_window[2]:
+            self.free_behind()
+        return 0
+
+    cdef void free_behind(self) noexcept:
+        cdef int stage, page, limit, part, behind_all = self.n_pages
+        cdef int32_t *row
+        cdef int64_t nbytes
+        for stage in range(self.n_stages):
+            part = part_of(stage)
+            nbytes = self.store.page_nbytes(part)
+            if not nbytes:
+                continue
+            # The next position p = n_tokens reads from p - window + 1 on.
+            limit = (self.n_tokens - self.part_window[part] + 1) // PAGE if self.part_window[part] else 0
+            behind_all = min(behind_all, max(limit, 0))
+            row = self.table + stage * self.stride
+            for page in range(limit - 1, self.own_first - 1, -1):
+                if row[page] < 0:
+                    break
+                self.store.give(part, row[page])
+                row[page] = -1
+                self.store.reserved_nbytes += nbytes  # the promise to this call stands
+                self.reserved_nbytes += nbytes
+        self.drop_spans(behind_all)
+
+    cdef void drop_spans(self, int limit) noexcept:
+        cdef Span span
+        cdef int stage
+        while self.spans:
+            span = self.spans[0]
+            if span.first_page + span.n_pages > limit:
+                return
+            for stage in range(self.n_stages):
+                memset(self.table + stage * self.stride + span.first_page, 0xff, span.n_pages * sizeof(int32_t))
+            del self.spans[0]
+
+    cdef int adopt(self, KvPrefix prefix) except -1:
+        """Starts an empty sequence from a prefix's full pages, by reference; takes no memory."""
+        cdef Span span
+        cdef int stage
+        self.spans = list(prefix.spans)
+        for span in prefix.spans:
+            for stage in range(self.n_stages):
+                memcpy(self.table + stage * self.stride + span.first_page, span.pages + stage * span.n_pages, span.n_pages * sizeof(int32_t))
+        self.own_first = self.n_pages = prefix.n_tokens // PAGE
+        return 0
+
+    cdef int copy_tail(self, KvPrefix prefix) except -1:
+        """After `adopt`: copies the prefix's partly filled page, so that its tokens are all here."""
+        cdef int stage
+        if prefix.tail is not None:
+            self.grow(prefix.n_tokens)
+            for stage in range(self.n_stages):
+                if prefix.tail.page(stage, 0) >= 0:
+                    self.store.copy_page(part_of(stage), prefix.tail.page(stage, 0), self.table[stage * self.stride + self.own_first])
+        self.n_tokens = prefix.n_tokens
+        return 0
+
+    cdef Span take_over(self, int first_page, int n_pages):
+        """Moves own pages into a span."""
+        cdef Span span = Span(self.store, first_page, n_pages, self.n_stages)
+        cdef int stage, page
+        cdef int32_t *row
+        for stage in range(self.n_stages):
+            row = self.table + stage * self.stride + first_page
+            for page in range(n_pages):
+                span.pages[stage * n_pages + page] = row[page]
+                if row[page] >= 0:
+                    span.nbytes += self.store.page_nbytes(part_of(stage))
+                row[page] = -1
+        return span
+
+    cdef KvPrefix freeze(self, object final_x, object boundary_x):
+        """Ends the sequence and gives what it holds as a prefix."""
+        cdef KvPrefix prefix = KvPrefix.__new__(KvPrefix)
+        cdef int n_full = self.n_tokens // PAGE
+        spans = list(self.spans)
+        if n_full > self.own_first:
+            spans.append(self.take_over(self.own_first, n_full - self.own_first))
+        prefix.tail = self.take_over(n_full, 1) if self.n_tokens % PAGE else None
+        prefix.store = self.store
+        prefix.n_tokens = self.n_tokens
+        prefix.loops = self.loops
+        prefix.window = self.window
+        prefix.spans = tuple(spans)
+        prefix.final_x = final_x
+        prefix.boundary_x = boundary_x
+        self.spans = []
+        self.release()
+        return prefix
+
+    cdef void release(self) noexcept:
+        """Lets go of every page and of the rest of the promise. Idempotent."""
+        cdef int stage, page
+        cdef int32_t *row
+        for stage in range(self.n_stages):
+            row = self.table + stage * self.stride
+            for page in range(self.own_first, min(self.n_pages + 1, self.stride)):  # one more: a page that `grow` left half taken
+                if row[page] >= 0:
+                    self.store.give(part_of(stage), row[page])
+            memset(row, 0xff, self.stride * sizeof(int32_t))
+        self.own_first = self.n_pages = 0
+        self.spans = []
+        self.store.unreserve(self.reserved_nbytes)
+        self.reserved_nbytes = 0
