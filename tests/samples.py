@@ -29,7 +29,7 @@ def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in tensor_shapes(config).items()}
 
 
-def build(folder, family: str = "Llama", dtype=None, shard: str = "1GB", **fields):
+def build(folder, family: str = "Llama", dtype=None, shard: str = "1GB", std: float = 0.5, **fields):
     """A random model of a family, saved to a folder; every weight is random, biases and norms too."""
     import torch
     import transformers
@@ -39,6 +39,6 @@ def build(folder, family: str = "Llama", dtype=None, shard: str = "1GB", **field
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.5)
+            parameter.normal_(0, std)
     model.to(dtype or torch.float32).save_pretrained(folder, max_shard_size=shard)
     return model

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from reference import Reference
 from safetensors.torch import load_file, save_file
 from samples import TEXTS, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -99,6 +100,19 @@ def test_families(tmp_path, case):
         for weight in file:
             assert weight.dtype == "f32" and np.array_equal(weight.to_float32(), reference[weight.name]), weight.name
         assert file.stop_ids == (1,)
+
+
+@pytest.mark.parametrize("case", [*FAMILY_CASES, "llama yarn", "llama llama3", "llama linear"])
+def test_a_converted_model_gives_the_logits_of_transformers(tmp_path, case):
+    """The config means the same: windows, layers without rope, biases, norms, scaling, over more tokens than the windows hold."""
+    family, fields, _ = FAMILY_CASES.get(case) or ("Llama", {"rope_parameters": {**ROPES[case.removeprefix("llama ")], "rope_theta": 5e5}}, {})
+    model = build(tmp_path, family, std=0.2, **fields).double().eval()
+    tokens = np.random.default_rng(0).integers(0, 320, 96)
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    with converted(tmp_path) as file:
+        ours = Reference(file.config, {weight.name: weight.to_float32() for weight in file}).logits(tokens)
+    assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
 
 
 def test_defaults_of_transformers_hold_where_config_json_is_silent(tmp_path):
@@ -281,7 +295,7 @@ REFUSED = {
     "no size": ("Llama", {"hidden_size": None}, "hidden_size is missing, expected an integer from 1"),
     "size type": ("Llama", {"num_hidden_layers": "4"}, "num_hidden_layers is '4', expected an integer"),
     "kv heads": ("Llama", {"num_key_value_heads": 3}, "n_kv_heads is 3, expected a divisor of n_heads = 4"),
-    "eps": ("Llama", {"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5', expected a finite number"),
+    "eps": ("Llama", {"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5', expected a finite"),
     "head_dim": ("Llama", {"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size 64 is no multiple of"),
     "mistral bias": ("Mistral", {"attention_bias": True}, "attention_bias is True, MistralForCausalLM is supported with False only"),
     "mistral list": ("Mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, "has full_attention beside a sliding_window"),

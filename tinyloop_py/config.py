@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import FormatError
-from .strict_json import load_object
+from .strict_json import load_object, shown
 
 DEFAULT_LOOPS = 8  # the depth of a file that names none
 
@@ -140,7 +140,7 @@ class ModelConfig:
         fields = load_object(text, "config")
         known = {f.name: f for f in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - set(known)):
-            raise FormatError(f"config has unknown field(s) {', '.join(unknown)}; this tinyloop is too old for the file, or it is damaged")
+            raise FormatError(f"config has unknown field(s) {shown(', '.join(unknown))}; this tinyloop is too old for the file, or it is damaged")
         required = [n for n, f in known.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
         if missing := [name for name in required if name not in fields]:
             raise FormatError(f"config lacks field(s) {', '.join(missing)}")
@@ -166,7 +166,7 @@ def _is_int(value: object) -> bool:
 
 
 def _fail(name: str, got: object, expected: str) -> None:
-    raise ValueError(f"config field {name} is {got!r}, expected {expected}")
+    raise ValueError(f"config field {name} is {shown(got, 500)}, expected {expected}")
 
 
 def _check_int(name: str, value: object) -> None:
