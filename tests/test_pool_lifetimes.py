@@ -1,4 +1,4 @@
-"""Payloads live exactly as long as they are held, and nothing breaks a pool: callbacks, failures, threads."""
+"""How entries leave; payloads live exactly as long as they are held, and nothing breaks a pool: callbacks, failures, threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,74 @@ from pool_fakes import Payload, Span, ids, lengths, register
 from tinyloop_py.errors import PoolFullError
 from tinyloop_py.pool import PrefixPool
 from tinyloop_py.pool_client import PoolClient
+from tinyloop_py.pool_report import PoolStats
 
 
 @pytest.fixture
 def model() -> PoolClient:
     return PoolClient(2, 8)
+
+
+# Removing
+
+
+def test_discard_is_exact(model: PoolClient) -> None:
+    pool = PrefixPool()
+    register(pool, model, [1, 2], pin=True)
+    for tokens in ([1], [1, 2, 3], [], [5]):
+        assert not pool.discard(model, tokens)
+    assert not pool.discard(model, [1, 2], namespace="a")
+    assert not pool.discard(model, [1, 2], 3)
+    assert pool.discard(model, [1, 2])
+    assert not pool.discard(model, [1, 2])
+    assert (pool.size(), pool.stats().evictions) == (0, 0)
+
+
+def test_clear_removes_everything_and_keeps_the_counts(model: PoolClient) -> None:
+    pool = PrefixPool(4)
+    register(pool, model, [1], nbytes=5, pin=True)
+    register(pool, model, [2], nbytes=5, namespace="a")
+    pool.clear()
+    assert (pool.size(), pool.total_cached_tokens(), pool.nbytes) == (0, 0, 0)
+    assert pool.stats() == PoolStats(insertions=2)
+    register(pool, model, [1])
+    assert pool.size() == 1
+
+
+def test_a_closed_models_entries_leave_and_others_stay(model: PoolClient) -> None:
+    pool = PrefixPool()
+    other = PoolClient(2, 2)
+    register(pool, model, [1], pin=True)
+    register(pool, model, [1, 2], namespace="a")
+    register(pool, other, [1])
+    pool._drop_model(model.model_key)
+    assert pool.size() == 1
+    assert pool.match(other, [1]) == 1
+    assert pool.stats().evictions == 0
+
+
+def test_idle_entries_of_one_model_go_under_lru(model: PoolClient) -> None:
+    pool = PrefixPool(eviction="lru")
+    other = PoolClient(2, 2)
+    register(pool, other, [9])
+    for first in (1, 2, 3):
+        register(pool, model, [first], pin=first == 1)
+    held = pool._find(model._pool_key(), ids(2))
+    assert pool._evict_idle(model.model_key)
+    assert [pool.match(model, [first]) for first in (1, 2, 3)] == [1, 1, 0]
+    assert not pool._evict_idle(model.model_key)  # one is pinned, one in use
+    del held
+    assert pool._evict_idle(model.model_key)
+    assert not pool._evict_idle(model.model_key)
+    assert pool.match(other, [9]) == 1
+    assert pool.stats().evictions == 2
+
+
+def test_only_capacity_and_budgets_evict_under_shortest(model: PoolClient) -> None:
+    pool = PrefixPool()
+    register(pool, model, [1])
+    assert not pool._evict_idle(model.model_key)
+    assert pool.size() == 1
 
 
 # Lifetimes
