@@ -1,0 +1,1 @@
+cdef Py_ssize_t int_argument(object value, str name, Py_ssize_t low, Py_ssize_t high) except? -1

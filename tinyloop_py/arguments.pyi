@@ -1,0 +1,1 @@
+# Nothing for Python: int_argument serves other extension modules.
