@@ -1,6 +1,6 @@
 """Builds the Cython extensions and the native libraries; build_native.py has the options and the search for nvcc."""
 
-import os
+import json
 import sys
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from Cython.Build import cythonize  # noqa: E402
 
 import build_native  # noqa: E402
 
-DEBUG = os.environ.get("TINYLOOP_DEBUG", "0") not in ("", "0")
+DEBUG = build_native.is_on("TINYLOOP_DEBUG")
 DIRECTIVES = {
     "language_level": 3,
     "boundscheck": DEBUG,
@@ -27,24 +27,41 @@ DIRECTIVES = {
 
 
 def extensions() -> list[Extension]:
-    """One extension per .pyx file."""
-    flags = ["-O0", "-g"] if DEBUG else ["-O2", "-fvisibility=hidden"]
-    return [
-        Extension(f"tinyloop_py.{path.stem}", [str(path.relative_to(ROOT))], include_dirs=["include"], extra_compile_args=flags)
+    """One extension per .pyx file; the generated C of a debug build lies apart, since only the directives differ."""
+    flags = ["-O1", "-g"] if DEBUG else ["-O2", "-fvisibility=hidden"]
+    modules = [
+        Extension(
+            f"tinyloop_py.{path.stem}", [str(path.relative_to(ROOT))],
+            include_dirs=["include"], depends=["include/tinyloop.h"], extra_compile_args=[*flags, "-Wno-discarded-qualifiers"],
+        )
         for path in sorted((ROOT / "tinyloop_py").glob("*.pyx"))
-    ]
+    ]  # fmt: skip
+    return cythonize(modules, build_dir="build/cython-debug" if DEBUG else "build/cython", compiler_directives=DIRECTIVES)
 
 
 class BuildEverything(build_ext):
     """build_ext, and the native libraries beside the package."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or build_native.n_cores()
+
     def run(self) -> None:
+        package = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "tinyloop_py"
+        self.force = self.force or self._was_debug(package) != DEBUG
         super().run()
-        package = ROOT / "tinyloop_py" if self.inplace else Path(self.build_lib) / "tinyloop_py"
         try:
-            build_native.build_all(Path(self.build_temp).resolve() / "native", package.resolve() / "lib")
+            build_native.build_all(lib=package / "lib")
         except build_native.BuildError as error:
             raise SystemExit(f"tinyloop: {error}") from None
 
+    @staticmethod
+    def _was_debug(package: Path) -> bool:
+        """Whether what is in the package was built with bounds checks; its time alone would not tell."""
+        try:
+            return bool(json.loads((package / "lib" / build_native.BUILD_INFO).read_text())["debug"])
+        except (OSError, ValueError, KeyError):
+            return False
 
-setup(ext_modules=cythonize(extensions(), compiler_directives=DIRECTIVES, annotate=False), cmdclass={"build_ext": BuildEverything})
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildEverything})
