@@ -171,6 +171,7 @@ tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *) {
   return guarded([&]() -> tl_status {
     TL_REQUIRE(plan && batch && plan->memory, "a pointer is NULL, or the plan has no scratch memory yet");
     TL_CHECK(tl::check_batch(plan->desc, *batch));
+    for (int i = 0; batch->sampling && i < batch->n_out; i++) TL_CHECK(tl::check_sampling(batch->sampling[i]));
     tl::run_batch(*plan, *batch);
     return TL_OK;
   });
@@ -231,7 +232,7 @@ tl_status tl_op_sample(tl_context *context, int32_t vocab_size, const tl_samplin
                        void *) {
   return guarded([&]() -> tl_status {
     TL_REQUIRE(context && sampling && logits && work && token && vocab_size > 0, "a pointer is NULL or vocab_size is not positive");
-    TL_REQUIRE(sampling->size == sizeof(tl_sampling), "tl_sampling.size does not match this library");
+    TL_CHECK(tl::check_sampling(*sampling));
     share(*context, 1, [&](int) { *token = tl::draw_token(context->kernels, vocab_size, *sampling, logits, work); });
     return TL_OK;
   });

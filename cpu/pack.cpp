@@ -74,15 +74,17 @@ uint64_t block_nbytes(int dtype, int n_in, int n_rows) {
   return (n + 63) / 64 * 64;
 }
 
-// Quantises one group of TL_INT8_GROUP values: q = nearest(x * 127 / max|x|), scale = max|x| / 127.
+// Quantises one group of TL_INT8_GROUP values: q = nearest(x * 127 / max|x|), scale = max|x| / 127. A NaN or an infinity
+// among them makes the scale NaN, since no integer stands for it.
 static float quantise_group(const float *x, int n, int8_t *q) {
-  vf v[TL_INT8_GROUP / kLanes], top = zero();
+  vf v[TL_INT8_GROUP / kLanes], top = zero(), spoilt = zero();
   for (int i = 0; i < TL_INT8_GROUP / kLanes; i++) {
     const int left = n - i * kLanes;
     v[i] = left > 0 ? load_part(x + i * kLanes, left) : zero();
     top = max(top, abs(v[i]));
+    spoilt = fma(v[i], zero(), spoilt);
   }
-  const float m = hmax(top), inverse = m > 0.0f ? 127.0f / m : 0.0f;
+  const float m = hmax(top) + hsum(spoilt), inverse = m > 0.0f ? 127.0f / m : 0.0f;
   for (int i = 0; i < TL_INT8_GROUP / kLanes; i++) store_i8(q + i * kLanes, mul(v[i], set1(inverse)));
   return m * (1.0f / 127.0f);
 }

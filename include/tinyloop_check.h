@@ -38,6 +38,25 @@ inline const char *check_sizes(const tl_plan_desc &d) {
   return nullptr;
 }
 
+struct MatrixShape {
+  int64_t n_out, n_in;
+};
+
+/* What the matrix of a phase must measure, where the phase has one. */
+inline MatrixShape shape_of(const tl_plan_desc &d, const tl_phase &p) {
+  const auto padded = [](int64_t n) { return (n + 15) / 16 * 16; };
+  switch (p.kind) {
+    case TL_PHASE_EMBED:
+    case TL_PHASE_HEAD: return {padded(d.vocab_size), d.dim};
+    case TL_PHASE_INJECT: return {padded(d.dim), 2 * (int64_t)d.dim};
+    case TL_PHASE_QKV: return {((int64_t)d.n_heads + 2 * (int64_t)d.n_kv_heads) * padded(d.head_dim), d.dim};
+    case TL_PHASE_OUT: return {padded(d.dim), (int64_t)d.n_heads * d.head_dim};
+    case TL_PHASE_GATE_UP: return {padded(d.ffn_dim) * (p.flags & TL_PHASE_GATED ? 2 : 1), d.dim};
+    case TL_PHASE_DOWN: return {padded(d.dim), d.ffn_dim};
+    default: return {0, 0};
+  }
+}
+
 inline const char *check_phase(const tl_plan_desc &d, const tl_phase &p) {
   if (p.size != sizeof(tl_phase)) return "tl_phase.size does not match this library";
   if (p.kind < TL_PHASE_EMBED || p.kind > TL_PHASE_HEAD) return "tl_phase.kind is unknown";
@@ -46,8 +65,11 @@ inline const char *check_phase(const tl_plan_desc &d, const tl_phase &p) {
   if (layered && (p.layer < 0 || p.layer >= d.n_layers[p.part])) return "tl_phase.layer is outside its part";
   const bool needs_weight = p.kind == TL_PHASE_EMBED || p.kind == TL_PHASE_HEAD || (layered && p.kind != TL_PHASE_ATTEND);
   if (needs_weight && !p.weight.data) return "tl_phase lacks its weight";
-  if (p.weight.data)
+  if (p.weight.data) {
     if (const char *error = check_matrix(p.weight, true)) return error;
+    const MatrixShape shape = shape_of(d, p);
+    if (p.weight.n_out != shape.n_out || p.weight.n_in != shape.n_in) return "tl_phase.weight is not of the shape that its phase has";
+  }
   if (p.kind == TL_PHASE_NORM && !p.norm) return "tl_phase of a norm lacks its weight";
   if ((p.kind == TL_PHASE_OUT || p.kind == TL_PHASE_DOWN) && p.block_norm != TL_NORM_PRE && !p.post_norm) return "tl_phase lacks its post_norm";
   if (p.kind == TL_PHASE_QKV && d.qk_norm != TL_QK_NORM_NONE && (!p.q_norm || !p.k_norm)) return "tl_phase lacks its q_norm or k_norm";
@@ -65,8 +87,21 @@ inline const char *check_plan(const tl_plan_desc &d) {
     if (d.section[i] > d.section[i + 1]) return "tl_plan_desc.section is not ascending";
   for (int part = 0; part < 3; part++)
     if (d.n_layers[part] && !d.kv_base[part]) return "tl_plan_desc.kv_base is NULL for a part with layers";
-  for (int i = 0; i < d.n_phases; i++)
+  for (int i = 0; i < d.n_phases; i++) {
     if (const char *error = check_phase(d, d.phases[i])) return error;
+    if ((d.phases[i].kind == TL_PHASE_HEAD) != (i >= d.section[3])) return "tl_plan_desc.section has a head elsewhere, or something else in the head";
+  }
+  return nullptr;
+}
+
+/* A tl_sampling that the host can read. */
+inline const char *check_sampling(const tl_sampling &s) {
+  if (s.size != sizeof(tl_sampling)) return "tl_sampling.size does not match this library";
+  if (!(s.temperature >= 0.0f)) return "tl_sampling.temperature is negative or NaN";
+  if (!(s.repetition_penalty > 0.0f)) return "tl_sampling.repetition_penalty is not positive";
+  if (!(s.top_p > 0.0f) || !(s.min_p >= 0.0f)) return "tl_sampling.top_p or min_p is out of range";
+  if (s.n_bias < 0 || (s.n_bias && (!s.bias_ids || !s.bias_values))) return "tl_sampling lacks its biases";
+  if (s.n_history < 0 || (s.n_history && !s.history)) return "tl_sampling lacks its history";
   return nullptr;
 }
 
