@@ -1,0 +1,115 @@
+"""`import tinyloop_py`: what it needs, what it leaves alone, and what it says where something is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import CONFIGS, random_model
+
+import tinyloop_py as tl
+
+PACKAGE = Path(tl.__file__).parent
+OPTIONAL = ("torch", "transformers", "gguf", "rich", "safetensors", "tokenizers", "cuda")
+
+
+def python(code: str, folder: Path, **variables: object) -> str:
+    """Standard output of a program in a fresh process that runs in `folder`."""
+    env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=folder, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "m.tinyloop"
+    tl.save_model(path, CONFIGS["loop_bare"], random_model(CONFIGS["loop_bare"]))
+    return path
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the package in a folder of its own, to take files out of."""
+    shutil.copytree(PACKAGE, tmp_path / "copy" / "tinyloop_py", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "copy"
+
+
+def test_nothing_heavy_is_imported(tmp_path):
+    loaded = python(f"import sys, tinyloop_py; print(*[n for n in {OPTIONAL} if n in sys.modules])", tmp_path, PYTHONPATH=PACKAGE.parent)
+    assert loaded.split() == []
+
+
+def test_optional_packages_may_be_missing(tmp_path, model_file):
+    """A finder that refuses them stands for an environment without them."""
+    code = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {OPTIONAL}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse())
+import tinyloop_py as tl
+with tl.Model({str(model_file)!r}, 32) as model:
+    print(len(model.generate([1, 2], 3, stop_tokens=())), model.tokenizer)
+"""
+    assert python(code, tmp_path, PYTHONPATH=PACKAGE.parent) == "5 None\n"
+
+
+def test_no_gpu_and_no_driver_are_needed(tmp_path, model_file):
+    code = f"import tinyloop_py as tl; print(tl.Model({str(model_file)!r}, 32).device)"
+    assert python(code, tmp_path, PYTHONPATH=PACKAGE.parent, CUDA_VISIBLE_DEVICES="") == "cpu\n"
+
+
+def test_without_native_libraries_a_model_says_how_to_build_them(copy, model_file):
+    shutil.rmtree(copy / "tinyloop_py" / "lib")
+    code = f"""
+import tinyloop_py as tl
+assert tl.__file__.startswith({str(copy)!r}), tl.__file__
+pool = tl.PrefixPool()
+for device in ("auto", "cpu", "cuda"):
+    try:
+        tl.Model({str(model_file)!r}, 32, device=device)
+    except RuntimeError as error:
+        print(error)
+"""
+    lines = python(code, copy).splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert "is missing from" in line and "python -m tinyloop_py" in line and "reinstall" in line
+    assert "libtinyloop_cpu.so" in lines[0] and "libtinyloop.so" in lines[2]
+
+
+def test_a_source_folder_says_that_it_is_one(copy):
+    for module in (copy / "tinyloop_py").glob("*.so"):
+        module.unlink()
+    code = "try:\n    import tinyloop_py\nexcept ImportError as error:\n    print(error)"
+    text = python(code, copy)
+    assert "source folder" in text and "pip install -e ." in text and "tinyloop_py." in text
+
+
+def test_public_names():
+    assert sorted(tl.__all__) == tl.__all__
+    for name in tl.__all__:
+        assert getattr(tl, name) is not None
+    assert isinstance(tl.__version__, str)
+
+
+def test_installed_files():
+    """What a user's type checker, other Cython code and the runtime look for lies in the package."""
+    assert (PACKAGE / "py.typed").is_file()
+    for module in PACKAGE.glob("*.pxd"):
+        if module.stem != "abi":
+            assert (PACKAGE / f"{module.stem}.pyi").is_file(), module.stem
+    assert (PACKAGE / "lib" / "libtinyloop_cpu.so").is_file() and (PACKAGE / "lib" / "build.json").is_file()
+
+
+def test_threads_and_subprocesses_see_numpy_as_it_was(tmp_path):
+    """Importing changes no global state: float modes, warnings, error handling."""
+    before = np.geterr()
+    code = "import numpy as np; a = np.geterr(); import tinyloop_py; assert np.geterr() == a; print(np.float32(1e-38) * np.float32(0.01) > 0)"
+    assert python(code, tmp_path, PYTHONPATH=PACKAGE.parent) == "True\n"
+    assert np.geterr() == before
