@@ -16,11 +16,13 @@ struct tl_context {
 namespace tl {
 
 constexpr int kPrivateRows = 3;   // up to here every thread lays out the operand itself instead of meeting at a barrier
-constexpr int kPrivatePanels = 64;  // matrix panels that a thread then runs before it hands the outputs on
+constexpr int kPrivatePanels = 64;  // matrix panels of one unit then, at most
+constexpr int kBusyPanels = 8;      // fewer would leave a kernel waiting
+constexpr int kMaxUnits = 3;        // units that each thread has then, so that one can help the other
 constexpr int kUnitRows = 96;     // batch rows of one unit of a matrix product
 constexpr int kUnitPanels = 4;    // its panels, where nothing else groups them
 constexpr int kSplitRows = 8;     // up to here a query's keys are shared out over threads
-constexpr int kSplitChunks = 2;   // key chunks of one unit then
+constexpr int kSplitChunks = 2;   // key chunks of one unit then, of all heads or of some
 constexpr int kBlockQueries = 24; // queries of one attention unit otherwise
 
 // Byte offsets into the scratch memory. Row buffers are (max_rows, width) float32.

@@ -44,11 +44,9 @@ struct Worker {
   float *hidden(int row) const { return plan.buffer(plan.scratch.hidden) + (int64_t)row * plan.ffn_pad; }
   float *row_buffer(int i) const;
 
-  // Calls body(unit) for 0 <= unit < n over all threads, then waits for them.
   template <class Body>
   void share(int n, Body body) {
-    for (int unit = pool.next_unit(); unit < n; unit = pool.next_unit()) body(unit);
-    pool.barrier();
+    pool.share(thread, n, body);
   }
 };
 

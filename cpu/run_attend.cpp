@@ -132,14 +132,14 @@ float *partial(const Worker &w, int row, int head, int chunk) {
   return w.plan.buffer(w.plan.scratch.partials) + at * state_floats(w);
 }
 
-// One chunk of a row's keys, all heads: the heads of a page lie side by side.
-void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int chunk) {
-  const int group = w.plan.group, n_kv = w.plan.desc.n_kv_heads, base = chunk * TL_KEY_CHUNK, seq = w.batch.seq[row];
+// One chunk of a row's keys, for the KV heads begin <= head < end: the heads of a page lie side by side.
+void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int chunk, int begin, int end) {
+  const int group = w.plan.group, base = chunk * TL_KEY_CHUNK, seq = w.batch.seq[row];
   AttendChunk c = chunk_of(w);
-  for (int kv_head = 0; kv_head < n_kv; kv_head++) {
+  for (int kv_head = begin; kv_head < end; kv_head++) {
     set_pages(w, s, seq, kv_head, chunk, keys, c.k_page, c.v_page);
-    const bool more = kv_head + 1 < n_kv;
-    set_pages(w, s, seq, more ? kv_head + 1 : 0, more ? chunk : chunk + 1, keys, c.next_k, c.next_v);
+    const bool more = kv_head + 1 < end;
+    set_pages(w, s, seq, more ? kv_head + 1 : begin, more ? chunk : chunk + 1, keys, c.next_k, c.next_v);
     for (int first = 0; first < group; first += kMaxQueries) {
       c.n_queries = std::min(kMaxQueries, group - first);
       for (int i = 0; i < c.n_queries; i++) {
@@ -167,25 +167,28 @@ void merge_chunks(Worker &w, int row, int head, int begin, int end) {
 }
 
 void attend_split(Worker &w, const Step &s, int window) {
-  const int n_rows = w.batch.n_rows;
+  const int n_rows = w.batch.n_rows, n_kv = w.plan.desc.n_kv_heads, n_heads = w.plan.desc.n_heads;
   Keys keys[kSplitRows];
-  int begin[kSplitRows], end[kSplitRows], n_spans[kSplitRows], n_units = 0;
+  int begin[kSplitRows], end[kSplitRows], n_spans[kSplitRows], all_spans = 0;
   for (int row = 0; row < n_rows; row++) {
     keys[row] = keys_of(w.batch.pos[row], window);
     begin[row] = keys[row].first / TL_KEY_CHUNK;
     end[row] = keys[row].last / TL_KEY_CHUNK + 1;
     n_spans[row] = (end[row] - begin[row] + kSplitChunks - 1) / kSplitChunks;
-    n_units += n_spans[row];
+    all_spans += n_spans[row];
   }
-  w.share(n_units, [&](int unit) {
-    int row = 0;
-    while (unit >= n_spans[row]) unit -= n_spans[row++];
-    const int first = begin[row] + unit * kSplitChunks;
-    for (int chunk = first; chunk < std::min(first + kSplitChunks, end[row]); chunk++) attend_row_chunk(w, s, row, keys[row], chunk);
+  // Where the keys are few, heads are shared out too.
+  const int n_parts = std::clamp(2 * w.pool.size() / all_spans, 1, n_kv);
+  w.share(all_spans * n_parts, [&](int unit) {
+    const int part = unit % n_parts, first_head = n_kv * part / n_parts, last_head = n_kv * (part + 1) / n_parts;
+    int row = 0, span = unit / n_parts;
+    while (span >= n_spans[row]) span -= n_spans[row++];
+    const int first = begin[row] + span * kSplitChunks, last = std::min(first + kSplitChunks, end[row]);
+    for (int chunk = first; chunk < last; chunk++) attend_row_chunk(w, s, row, keys[row], chunk, first_head, last_head);
     std::atomic<int> &done = w.plan.split_done[row];
-    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n_spans[row]) return;
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n_spans[row] * n_parts) return;
     done.store(0, std::memory_order_relaxed);
-    for (int head = 0; head < w.plan.desc.n_heads; head++) merge_chunks(w, row, head, begin[row], end[row]);
+    for (int head = 0; head < n_heads; head++) merge_chunks(w, row, head, begin[row], end[row]);
   });
 }
 

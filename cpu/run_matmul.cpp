@@ -41,21 +41,25 @@ void write_operand_row(Worker &w, const tl_matrix &m, const Source &s, int row, 
   w.k.write_block_row(m.dtype, m.n_in, x, block, block_rows, at);
 }
 
-// Few rows: each thread lays out the operand for itself and runs its own share of the panels.
+// Panels of one unit: several units a thread where there are enough panels to keep a kernel busy, in groups of `align`.
+int panels_of_unit(const Worker &w, int n_panels, int align) {
+  const int n_threads = w.pool.size(), units = n_threads * std::clamp(n_panels / (n_threads * kBusyPanels), 1, kMaxUnits);
+  const int each = ((n_panels + units - 1) / units + align - 1) / align * align;
+  return std::max(align, std::min(each, kPrivatePanels / align * align));
+}
+
+// Few rows: each thread lays out the operand for itself.
 template <class Use>
 void multiply_private(Worker &w, const tl_matrix &m, const Source &s, int n_rows, int align, Use use) {
   void *block = w.memory + w.plan.scratch.t_operand;
   for (int r = 0; r < n_rows; r++) write_operand_row(w, m, s, r, block, n_rows, r);
-  const int64_t n_groups = m.n_out / kPanelRows / align, n_threads = w.pool.size();
-  const int begin = (int)(n_groups * w.thread / n_threads) * align, end = (int)(n_groups * (w.thread + 1) / n_threads) * align;
-  const int most = std::max(align, kPrivatePanels / align * align);
+  const int n_panels = m.n_out / kPanelRows, panels = panels_of_unit(w, n_panels, align);
   float *out = (float *)(w.memory + w.plan.scratch.t_tile);
-  for (int panel = begin; panel < end; panel += most) {
-    const Tile t{0, n_rows, panel, std::min(most, end - panel), out, std::min(most, end - panel) * kPanelRows};
-    w.k.matmul(&m, panel, t.n_panels, block, n_rows, out, t.stride);
-    use(t);
-  }
-  w.pool.barrier();
+  w.share((n_panels + panels - 1) / panels, [&](int unit) {
+    const int panel = unit * panels, n = std::min(panels, n_panels - panel);
+    w.k.matmul(&m, panel, n, block, n_rows, out, n * kPanelRows);
+    use(Tile{0, n_rows, panel, n, out, n * kPanelRows});
+  });
 }
 
 // Many rows: the operand is laid out once, in blocks of equal height; a unit is some panels against some blocks.

@@ -22,7 +22,7 @@ inline void pause() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int n_threads) : n_threads_(n_threads) {
+ThreadPool::ThreadPool(int n_threads) : n_threads_(n_threads), taken_(n_threads) {
   try {
     for (int i = 1; i < n_threads; i++) workers_.emplace_back([this, i] { work(i); });
   } catch (...) {  // the system refused a thread: end those that started
@@ -61,14 +61,11 @@ void ThreadPool::run(Job job, void *arg) {
 }
 
 void ThreadPool::barrier() {
-  if (n_threads_ == 1) {
-    next_unit_.store(0, std::memory_order_relaxed);
-    return;
-  }
+  if (n_threads_ == 1) return taken_[0].n.store(0, std::memory_order_relaxed);
   const unsigned round = round_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads_) {
     arrived_.store(0, std::memory_order_relaxed);
-    next_unit_.store(0, std::memory_order_relaxed);
+    for (Taken &taken : taken_) taken.n.store(0, std::memory_order_relaxed);
     round_.store(round + 1, std::memory_order_release);
     return;
   }
