@@ -50,7 +50,7 @@ void share(tl_context &c, int n, Body body) {
       [](void *arg, int thread) {
         Job &j = *(Job *)arg;
         const uint32_t mode = j.c.kernels.enter_float_mode();
-        j.c.pool.share(thread, j.n, j.body);
+        j.c.pool.share(thread, j.n, true, j.body);
         j.c.kernels.leave_float_mode(mode);
       },
       &job);

@@ -16,6 +16,7 @@ struct Source {
   const float *norm = nullptr;     // (n_in,) RMSNorm weights applied on the way
   const int32_t *rows = nullptr;   // row i is rows[i] of base
   const float *second = nullptr;   // appended to each row, same stride: [base; second]
+  const Step *attend = nullptr;    // rows are attention outputs still to be merged
 };
 
 // Outputs of some rows and panels: row r of the tile is at out + r * stride.
@@ -32,6 +33,9 @@ void write_operand_row(Worker &w, const tl_matrix &m, const Source &s, int row, 
   const float *x = s.base + (s.rows ? s.rows[row] : row) * s.stride;
   if (s.norm) {
     w.k.rms_norm(m.n_in, w.plan.desc.norm_eps, x, s.norm, w.row_buffer(0));
+    x = w.row_buffer(0);
+  } else if (s.attend) {
+    merge_row(w, *s.attend, row, w.row_buffer(0));
     x = w.row_buffer(0);
   } else if (s.second) {
     memcpy(w.row_buffer(0), x, m.n_in / 2 * sizeof(float));
@@ -59,7 +63,7 @@ void multiply_private(Worker &w, const tl_matrix &m, const Source &s, int n_rows
     const int panel = unit * panels, n = std::min(panels, n_panels - panel);
     w.k.matmul(&m, panel, n, block, n_rows, out, n * kPanelRows);
     use(Tile{0, n_rows, panel, n, out, n * kPanelRows});
-  });
+  }, w.plan.from_memory);
 }
 
 // Many rows: the operand is laid out once, in blocks of equal height; a unit is some panels against some blocks.
@@ -85,7 +89,7 @@ void multiply_shared(Worker &w, const tl_matrix &m, const Source &s, int n_rows,
       t.n_rows += rows_of(b);
     }
     use(t);
-  });
+  }, true);
 }
 
 // Every tile of W a goes to use(tile), which may write anything but the source; panels stay together in groups of `align`.
@@ -178,7 +182,9 @@ void run_residual(Worker &w, const Step &s) {
   const tl_phase &p = *s.phase;
   const int n = w.plan.desc.dim;
   const bool out = p.kind == TL_PHASE_OUT;
-  const Source source{out ? w.attn(0) : w.hidden(0), out ? pad16(w.plan.q_dim) : w.plan.ffn_pad};
+  const Step attend{s.phase - 1, s.stage, s.loop};  // the phase before OUT
+  Source source{out ? w.attn(0) : w.hidden(0), out ? pad16(w.plan.q_dim) : w.plan.ffn_pad};
+  if (out && merges_late(w, attend)) source.attend = &attend;
   const bool onto_x = p.block_norm == TL_NORM_PRE, branch = p.block_norm == TL_NORM_SANDWICH || p.block_norm == TL_NORM_POST;
   multiply(w, p.weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
     add_bias(w, t, p.bias);
