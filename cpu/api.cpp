@@ -47,11 +47,10 @@ void share(tl_context &c, int n, Body body) {
     Body &body;
   } job{c, n, body};
   c.pool.run(
-      [](void *arg, int) {
+      [](void *arg, int thread) {
         Job &j = *(Job *)arg;
         const uint32_t mode = j.c.kernels.enter_float_mode();
-        for (int unit = j.c.pool.next_unit(); unit < j.n; unit = j.c.pool.next_unit()) j.body(unit);
-        j.c.pool.barrier();
+        j.c.pool.share(thread, j.n, true, j.body);
         j.c.kernels.leave_float_mode(mode);
       },
       &job);

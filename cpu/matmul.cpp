@@ -63,47 +63,81 @@ static void tile_int8(const uint8_t *w, uint64_t panel_nbytes, const float *scal
   }
 }
 
-// Panels in tiles of NR, then what is left in smaller ones.
-template <class Dot, int MR, int NR>
-static void panels(const tl_matrix *w, int panel, int n_panels, const void *block, float *out, int out_stride) {
-  const int n_steps = steps(w->dtype, w->n_in);
-  const uint64_t nbytes = panel_nbytes(w->dtype, w->n_in);
-  const uint8_t *data = (const uint8_t *)w->data + panel * nbytes;
-  int p = 0;
-  for (; p + NR <= n_panels; p += NR)
-    tile<Dot, MR, NR>(data + p * nbytes, nbytes, (const typename Dot::A *)block, n_steps, out + p * kLanes, out_stride);
-  if constexpr (NR > 1) {
-    if (p < n_panels) panels<Dot, MR, NR / 2>(w, panel + p, n_panels - p, block, out + p * kLanes, out_stride);
+// Calls run<NR>(first panel) for panels in tiles of at most NR, as equal as can be: a narrow last tile would wait for its chains.
+template <int NR, class Run>
+static void in_tiles(int n_panels, Run run) {
+  const int n_tiles = (n_panels + NR - 1) / NR;
+  for (int i = 0, p = 0; i < n_tiles; i++) {
+    const int n = (n_panels - p) / (n_tiles - i);
+    run.template operator()<NR>(p, n);
+    p += n;
   }
 }
 
-template <int MR, int NR>
+template <class Dot, int MR>
+struct FloatTiles {
+  const uint8_t *data;
+  uint64_t nbytes;
+  const void *block;
+  int n_steps;
+  float *out;
+  int out_stride;
+
+  template <int NR>
+  void operator()(int p, int n) const {
+    if (n == NR) return tile<Dot, MR, NR>(data + p * nbytes, nbytes, (const typename Dot::A *)block, n_steps, out + p * kLanes, out_stride);
+    if constexpr (NR > 1) this->template operator()<NR - 1>(p, n);
+  }
+};
+
+template <class Dot, int MR>
+static void panels(const tl_matrix *w, int panel, int n_panels, const void *block, float *out, int out_stride) {
+  const uint64_t nbytes = panel_nbytes(w->dtype, w->n_in);
+  const uint8_t *data = (const uint8_t *)w->data + panel * nbytes;
+  in_tiles<panels_in_flight(MR)>(n_panels, FloatTiles<Dot, MR>{data, nbytes, block, steps(w->dtype, w->n_in), out, out_stride});
+}
+
+template <int MR>
+struct Int8Tiles {
+  const uint8_t *data;
+  uint64_t nbytes;
+  const float *scales;
+  int n_scales, scale_groups;
+  Int8Block a;
+  int n_groups;
+  float *out;
+  int out_stride;
+
+  template <int NR>
+  void operator()(int p, int n) const {
+    if (n == NR)
+      return tile_int8<MR, NR>(data + p * nbytes, nbytes, scales + (uint64_t)p * n_scales * kLanes, n_scales * kLanes, scale_groups, a, n_groups,
+                               out + p * kLanes, out_stride);
+    if constexpr (NR > 1) this->template operator()<NR - 1>(p, n);
+  }
+};
+
+template <int MR>
 static void panels_int8(const tl_matrix *w, int panel, int n_panels, const void *block, float *out, int out_stride) {
-  const int n_groups = round_up(w->n_in, TL_INT8_GROUP) / TL_INT8_GROUP;
-  const int scale_groups = w->group_size / TL_INT8_GROUP, n_scales = scale_count(w);
+  const int n_groups = round_up(w->n_in, TL_INT8_GROUP) / TL_INT8_GROUP, n_scales = scale_count(w);
   const uint64_t nbytes = panel_nbytes(w->dtype, w->n_in);
   const uint8_t *data = (const uint8_t *)w->data + panel * nbytes;
   const float *scales = scale_data(w) + (uint64_t)panel * n_scales * kLanes;
   const Int8Block a = int8_block(block, n_groups, MR);
-  int p = 0;
-  for (; p + NR <= n_panels; p += NR)
-    tile_int8<MR, NR>(data + p * nbytes, nbytes, scales + (uint64_t)p * n_scales * kLanes, n_scales * kLanes, scale_groups, a, n_groups,
-                      out + p * kLanes, out_stride);
-  if constexpr (NR > 1) {
-    if (p < n_panels) panels_int8<MR, NR / 2>(w, panel + p, n_panels - p, block, out + p * kLanes, out_stride);
-  }
+  in_tiles<panels_in_flight_int8(MR)>(
+      n_panels, Int8Tiles<MR>{data, nbytes, scales, n_scales, w->group_size / TL_INT8_GROUP, a, n_groups, out, out_stride});
 }
 
-// One function per number of rows; kPanels<MR> keeps MR * NR accumulators, NR weights and one operand in registers.
+// One function per number of rows; panels_in_flight(MR) keeps MR * NR accumulators, NR weights and one operand in registers.
 template <class Dot, int MR>
 static void dispatch_rows(const tl_matrix *w, int panel, int n_panels, const void *block, int n_rows, float *out, int out_stride) {
-  if (n_rows == MR) return panels<Dot, MR, panels_in_flight(MR)>(w, panel, n_panels, block, out, out_stride);
+  if (n_rows == MR) return panels<Dot, MR>(w, panel, n_panels, block, out, out_stride);
   if constexpr (MR > 1) dispatch_rows<Dot, MR - 1>(w, panel, n_panels, block, n_rows, out, out_stride);
 }
 
 template <int MR>
 static void dispatch_rows_int8(const tl_matrix *w, int panel, int n_panels, const void *block, int n_rows, float *out, int out_stride) {
-  if (n_rows == MR) return panels_int8<MR, panels_in_flight_int8(MR)>(w, panel, n_panels, block, out, out_stride);
+  if (n_rows == MR) return panels_int8<MR>(w, panel, n_panels, block, out, out_stride);
   if constexpr (MR > 1) dispatch_rows_int8<MR - 1>(w, panel, n_panels, block, n_rows, out, out_stride);
 }
 

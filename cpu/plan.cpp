@@ -98,7 +98,7 @@ void lay_out(tl_plan &p) {
 }  // namespace tl
 
 tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d)
-    : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases), split_done(tl::kSplitRows) {
+    : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases) {
   desc.phases = nullptr;
   dim_pad = tl::pad16(d.dim);
   head_pad = tl::pad16(d.head_dim);
@@ -107,5 +107,9 @@ tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d)
   group = d.n_heads / d.n_kv_heads;
   kv_nbytes = d.kv_dtype == TL_F32 ? 4 : 2;
   for (int part = 0; part < 3; part++) page_nbytes[part] = tl::page_nbytes(d, part);
+  uint64_t weight_nbytes = 0;
+  for (const tl_phase &p : phases)
+    if (p.weight.data && p.kind != TL_PHASE_EMBED) weight_nbytes += k.matrix_nbytes(&p.weight);
+  from_memory = weight_nbytes > tl::kCacheNbytes;
   tl::lay_out(*this);
 }

@@ -16,11 +16,15 @@ struct tl_context {
 namespace tl {
 
 constexpr int kPrivateRows = 3;   // up to here every thread lays out the operand itself instead of meeting at a barrier
-constexpr int kPrivatePanels = 64;  // matrix panels that a thread then runs before it hands the outputs on
+constexpr int kPrivatePanels = 64;  // matrix panels of one unit then, at most
+constexpr int kBusyPanels = 8;      // fewer would leave a kernel waiting
+constexpr int kMaxUnits = 3;        // units that each thread has then, so that one can help the other
+constexpr uint64_t kCacheNbytes = 24 << 20;  // weights up to this size are taken to stay in the caches
 constexpr int kUnitRows = 96;     // batch rows of one unit of a matrix product
 constexpr int kUnitPanels = 4;    // its panels, where nothing else groups them
 constexpr int kSplitRows = 8;     // up to here a query's keys are shared out over threads
-constexpr int kSplitChunks = 2;   // key chunks of one unit then
+constexpr int kFewChunks = 4;     // up to here whoever needs a row's attention output merges it
+constexpr int kSplitChunks = 2;   // key chunks of one unit then, of all heads or of some
 constexpr int kBlockQueries = 24; // queries of one attention unit otherwise
 
 // Byte offsets into the scratch memory. Row buffers are (max_rows, width) float32.
@@ -43,8 +47,8 @@ struct tl_plan {
   tl::Scratch scratch;
   uint8_t *memory = nullptr;
   std::atomic<uint64_t> n_clamped{0};
-  std::vector<std::atomic<int>> split_done;  // (kSplitRows,): finished units of a row's keys
 
+  bool from_memory;                  // the weights do not stay in the caches from token to token
   int dim_pad, head_pad, ffn_pad, q_dim, group;
   uint64_t kv_nbytes;                // bytes of one K or V value
   uint64_t page_nbytes[3];

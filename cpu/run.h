@@ -44,11 +44,10 @@ struct Worker {
   float *hidden(int row) const { return plan.buffer(plan.scratch.hidden) + (int64_t)row * plan.ffn_pad; }
   float *row_buffer(int i) const;
 
-  // Calls body(unit) for 0 <= unit < n over all threads, then waits for them.
+  // Calls body(unit) for 0 <= unit < n over all threads, then waits for them; `help` as in ThreadPool::share.
   template <class Body>
-  void share(int n, Body body) {
-    for (int unit = pool.next_unit(); unit < n; unit = pool.next_unit()) body(unit);
-    pool.barrier();
+  void share(int n, Body body, bool help = false) {
+    pool.share(thread, n, help, body);
   }
 };
 
@@ -57,6 +56,11 @@ uint8_t *page_at(const Worker &w, int seq, int stage, int part, int pos);
 // K and V of a layer and KV head inside a page.
 void *k_of(const Worker &w, uint8_t *page, int layer, int head);
 void *v_of(const Worker &w, uint8_t *page, int layer, int head);
+
+// Few rows with few keys: attention leaves the states of a row's chunks in scratch, and whoever lays out the next operand
+// merges them (merge_row, for itself) instead of meeting at one more barrier.
+bool merges_late(const Worker &w, const Step &attend);
+void merge_row(Worker &w, const Step &attend, int row, float *out);
 
 void run_qkv(Worker &w, const Step &s);
 void run_attend(Worker &w, const Step &s);

@@ -2,7 +2,7 @@
 //
 // A query's chunks merge in ascending order inside groups of TL_CHUNK_GROUP, then the groups in ascending order, whoever
 // computed them: with many rows one thread takes a block of queries through all chunks, with few rows threads share a
-// query's chunks, leave the states in scratch, and whoever finishes last merges them.
+// query's chunks and leave the states in scratch, where they are merged afterwards.
 #include <string.h>
 
 #include <algorithm>
@@ -132,14 +132,14 @@ float *partial(const Worker &w, int row, int head, int chunk) {
   return w.plan.buffer(w.plan.scratch.partials) + at * state_floats(w);
 }
 
-// One chunk of a row's keys, all heads: the heads of a page lie side by side.
-void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int chunk) {
-  const int group = w.plan.group, n_kv = w.plan.desc.n_kv_heads, base = chunk * TL_KEY_CHUNK, seq = w.batch.seq[row];
+// One chunk of a row's keys, for the KV heads begin <= head < end: the heads of a page lie side by side.
+void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int chunk, int begin, int end) {
+  const int group = w.plan.group, base = chunk * TL_KEY_CHUNK, seq = w.batch.seq[row];
   AttendChunk c = chunk_of(w);
-  for (int kv_head = 0; kv_head < n_kv; kv_head++) {
+  for (int kv_head = begin; kv_head < end; kv_head++) {
     set_pages(w, s, seq, kv_head, chunk, keys, c.k_page, c.v_page);
-    const bool more = kv_head + 1 < n_kv;
-    set_pages(w, s, seq, more ? kv_head + 1 : 0, more ? chunk : chunk + 1, keys, c.next_k, c.next_v);
+    const bool more = kv_head + 1 < end;
+    set_pages(w, s, seq, more ? kv_head + 1 : begin, more ? chunk : chunk + 1, keys, c.next_k, c.next_v);
     for (int first = 0; first < group; first += kMaxQueries) {
       c.n_queries = std::min(kMaxQueries, group - first);
       for (int i = 0; i < c.n_queries; i++) {
@@ -155,49 +155,74 @@ void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int c
   }
 }
 
-void merge_chunks(Worker &w, int row, int head, int begin, int end) {
+struct ChunkRange {
+  int begin, end;
+  int n() const { return end - begin; }
+};
+
+ChunkRange chunks_of(const Worker &w, int row, int window) {
+  const Keys keys = keys_of(w.batch.pos[row], window);
+  return {keys.first / TL_KEY_CHUNK, keys.last / TL_KEY_CHUNK + 1};
+}
+
+void merge_head(Worker &w, int row, int head, const ChunkRange &chunks, float *out) {
   float *memory = (float *)(w.memory + w.plan.scratch.t_states);
   Accumulator acc{memory, memory + state_floats(w)};
-  for (int chunk = begin; chunk < end; chunk++) {
+  for (int chunk = chunks.begin; chunk < chunks.end; chunk++) {
     if (chunk % TL_CHUNK_GROUP == 0) acc.close_group(w);
     acc.add(w, partial(w, row, head, chunk));
   }
   acc.close_group(w);
-  w.k.finish_state(w.plan.desc.head_dim, acc.total, w.attn(row) + (int64_t)head * w.plan.desc.head_dim);
+  w.k.finish_state(w.plan.desc.head_dim, acc.total, out + (int64_t)head * w.plan.desc.head_dim);
 }
 
 void attend_split(Worker &w, const Step &s, int window) {
-  const int n_rows = w.batch.n_rows;
-  Keys keys[kSplitRows];
-  int begin[kSplitRows], end[kSplitRows], n_spans[kSplitRows], n_units = 0;
+  const int n_rows = w.batch.n_rows, n_kv = w.plan.desc.n_kv_heads, n_heads = w.plan.desc.n_heads;
+  ChunkRange chunks[kSplitRows];
+  int n_spans[kSplitRows], all_spans = 0;
   for (int row = 0; row < n_rows; row++) {
-    keys[row] = keys_of(w.batch.pos[row], window);
-    begin[row] = keys[row].first / TL_KEY_CHUNK;
-    end[row] = keys[row].last / TL_KEY_CHUNK + 1;
-    n_spans[row] = (end[row] - begin[row] + kSplitChunks - 1) / kSplitChunks;
-    n_units += n_spans[row];
+    chunks[row] = chunks_of(w, row, window);
+    n_spans[row] = (chunks[row].n() + kSplitChunks - 1) / kSplitChunks;
+    all_spans += n_spans[row];
   }
-  w.share(n_units, [&](int unit) {
-    int row = 0;
-    while (unit >= n_spans[row]) unit -= n_spans[row++];
-    const int first = begin[row] + unit * kSplitChunks;
-    for (int chunk = first; chunk < std::min(first + kSplitChunks, end[row]); chunk++) attend_row_chunk(w, s, row, keys[row], chunk);
-    std::atomic<int> &done = w.plan.split_done[row];
-    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < n_spans[row]) return;
-    done.store(0, std::memory_order_relaxed);
-    for (int head = 0; head < w.plan.desc.n_heads; head++) merge_chunks(w, row, head, begin[row], end[row]);
+  // Where the keys are few, heads are shared out too.
+  const int n_parts = std::clamp(2 * w.pool.size() / all_spans, 1, n_kv);
+  w.share(all_spans * n_parts, [&](int unit) {
+    const int part = unit % n_parts, first_head = n_kv * part / n_parts, last_head = n_kv * (part + 1) / n_parts;
+    int row = 0, span = unit / n_parts;
+    while (span >= n_spans[row]) span -= n_spans[row++];
+    const int first = chunks[row].begin + span * kSplitChunks, last = std::min(first + kSplitChunks, chunks[row].end);
+    for (int chunk = first; chunk < last; chunk++) attend_row_chunk(w, s, row, keys_of(w.batch.pos[row], window), chunk, first_head, last_head);
   });
+  if (merges_late(w, s)) return;
+  w.share(n_rows * n_heads, [&](int unit) { merge_head(w, unit / n_heads, unit % n_heads, chunks[unit / n_heads], w.attn(unit / n_heads)); });
 }
 
 }  // namespace
+
+bool merges_late(const Worker &w, const Step &attend) {
+  if (w.batch.n_rows > kSplitRows) return false;
+  const int window = merged_window(w, *attend.phase);
+  for (int row = 0; row < w.batch.n_rows; row++)
+    if (chunks_of(w, row, window).n() > kFewChunks) return false;
+  return true;
+}
+
+void merge_row(Worker &w, const Step &attend, int row, float *out) {
+  const ChunkRange chunks = chunks_of(w, row, merged_window(w, *attend.phase));
+  for (int head = 0; head < w.plan.desc.n_heads; head++) merge_head(w, row, head, chunks, out);
+}
 
 void run_attend(Worker &w, const Step &s) {
   const int window = merged_window(w, *s.phase), n_kv = w.plan.desc.n_kv_heads;
   if (w.batch.n_rows <= kSplitRows) return attend_split(w, s, window);
   const std::vector<RowBlock> &blocks = w.run.blocks;
   const int n_blocks = (int)blocks.size();
-  // Later rows read more keys: they go first, so that the threads finish together.
-  w.share(n_blocks * n_kv, [&](int unit) { attend_block(w, s, blocks[n_blocks - 1 - unit / n_kv], unit % n_kv, window); });
+  // Later rows read more keys: every thread's range mixes early and late ones.
+  w.share(n_blocks * n_kv, [&](int unit) {
+    const int i = unit / n_kv, block = i % 2 ? n_blocks - 1 - i / 2 : i / 2;
+    attend_block(w, s, blocks[block], unit % n_kv, window);
+  }, true);
 }
 
 }  // namespace tl

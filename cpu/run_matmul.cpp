@@ -16,6 +16,7 @@ struct Source {
   const float *norm = nullptr;     // (n_in,) RMSNorm weights applied on the way
   const int32_t *rows = nullptr;   // row i is rows[i] of base
   const float *second = nullptr;   // appended to each row, same stride: [base; second]
+  const Step *attend = nullptr;    // rows are attention outputs still to be merged
 };
 
 // Outputs of some rows and panels: row r of the tile is at out + r * stride.
@@ -33,6 +34,9 @@ void write_operand_row(Worker &w, const tl_matrix &m, const Source &s, int row, 
   if (s.norm) {
     w.k.rms_norm(m.n_in, w.plan.desc.norm_eps, x, s.norm, w.row_buffer(0));
     x = w.row_buffer(0);
+  } else if (s.attend) {
+    merge_row(w, *s.attend, row, w.row_buffer(0));
+    x = w.row_buffer(0);
   } else if (s.second) {
     memcpy(w.row_buffer(0), x, m.n_in / 2 * sizeof(float));
     memcpy(w.row_buffer(0) + m.n_in / 2, s.second + row * s.stride, m.n_in / 2 * sizeof(float));
@@ -41,21 +45,25 @@ void write_operand_row(Worker &w, const tl_matrix &m, const Source &s, int row, 
   w.k.write_block_row(m.dtype, m.n_in, x, block, block_rows, at);
 }
 
-// Few rows: each thread lays out the operand for itself and runs its own share of the panels.
+// Panels of one unit: several units a thread where there are enough panels to keep a kernel busy, in groups of `align`.
+int panels_of_unit(const Worker &w, int n_panels, int align) {
+  const int n_threads = w.pool.size(), units = n_threads * std::clamp(n_panels / (n_threads * kBusyPanels), 1, kMaxUnits);
+  const int each = ((n_panels + units - 1) / units + align - 1) / align * align;
+  return std::max(align, std::min(each, kPrivatePanels / align * align));
+}
+
+// Few rows: each thread lays out the operand for itself.
 template <class Use>
 void multiply_private(Worker &w, const tl_matrix &m, const Source &s, int n_rows, int align, Use use) {
   void *block = w.memory + w.plan.scratch.t_operand;
   for (int r = 0; r < n_rows; r++) write_operand_row(w, m, s, r, block, n_rows, r);
-  const int64_t n_groups = m.n_out / kPanelRows / align, n_threads = w.pool.size();
-  const int begin = (int)(n_groups * w.thread / n_threads) * align, end = (int)(n_groups * (w.thread + 1) / n_threads) * align;
-  const int most = std::max(align, kPrivatePanels / align * align);
+  const int n_panels = m.n_out / kPanelRows, panels = panels_of_unit(w, n_panels, align);
   float *out = (float *)(w.memory + w.plan.scratch.t_tile);
-  for (int panel = begin; panel < end; panel += most) {
-    const Tile t{0, n_rows, panel, std::min(most, end - panel), out, std::min(most, end - panel) * kPanelRows};
-    w.k.matmul(&m, panel, t.n_panels, block, n_rows, out, t.stride);
-    use(t);
-  }
-  w.pool.barrier();
+  w.share((n_panels + panels - 1) / panels, [&](int unit) {
+    const int panel = unit * panels, n = std::min(panels, n_panels - panel);
+    w.k.matmul(&m, panel, n, block, n_rows, out, n * kPanelRows);
+    use(Tile{0, n_rows, panel, n, out, n * kPanelRows});
+  }, w.plan.from_memory);
 }
 
 // Many rows: the operand is laid out once, in blocks of equal height; a unit is some panels against some blocks.
@@ -81,7 +89,7 @@ void multiply_shared(Worker &w, const tl_matrix &m, const Source &s, int n_rows,
       t.n_rows += rows_of(b);
     }
     use(t);
-  });
+  }, true);
 }
 
 // Every tile of W a goes to use(tile), which may write anything but the source; panels stay together in groups of `align`.
@@ -174,7 +182,9 @@ void run_residual(Worker &w, const Step &s) {
   const tl_phase &p = *s.phase;
   const int n = w.plan.desc.dim;
   const bool out = p.kind == TL_PHASE_OUT;
-  const Source source{out ? w.attn(0) : w.hidden(0), out ? pad16(w.plan.q_dim) : w.plan.ffn_pad};
+  const Step attend{s.phase - 1, s.stage, s.loop};  // the phase before OUT
+  Source source{out ? w.attn(0) : w.hidden(0), out ? pad16(w.plan.q_dim) : w.plan.ffn_pad};
+  if (out && merges_late(w, attend)) source.attend = &attend;
   const bool onto_x = p.block_norm == TL_NORM_PRE, branch = p.block_norm == TL_NORM_SANDWICH || p.block_norm == TL_NORM_POST;
   multiply(w, p.weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
     add_bias(w, t, p.bias);

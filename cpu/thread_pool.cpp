@@ -22,7 +22,9 @@ inline void pause() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int n_threads) : n_threads_(n_threads) {
+ThreadPool::ThreadPool(int n_threads) : n_threads_(n_threads), local_(n_threads), taken_(n_threads) {
+  while (1 << n_rounds_ < n_threads) n_rounds_++;
+  flags_ = std::vector<Flag>(n_threads * n_rounds_);
   try {
     for (int i = 1; i < n_threads; i++) workers_.emplace_back([this, i] { work(i); });
   } catch (...) {  // the system refused a thread: end those that started
@@ -57,27 +59,30 @@ void ThreadPool::run(Job job, void *arg) {
     wake_.notify_all();
   }
   job(arg, 0);
-  barrier();
+  barrier(0);
 }
 
-void ThreadPool::barrier() {
-  if (n_threads_ == 1) {
-    next_unit_.store(0, std::memory_order_relaxed);
-    return;
+void ThreadPool::barrier(int thread) {
+  const uint32_t count = ++local_[thread].barrier;
+  for (int round = 0; round < n_rounds_; round++) {
+    flags_[(thread + (1 << round)) % n_threads_ * n_rounds_ + round].barrier.store(count, std::memory_order_release);
+    const std::atomic<uint32_t> &mine = flags_[thread * n_rounds_ + round].barrier;
+    for (int spins = 0; (int32_t)(mine.load(std::memory_order_acquire) - count) < 0; spins++) {
+      if (spins < kSpinsBeforeYield)
+        pause();
+      else
+        sched_yield();
+    }
   }
-  const unsigned round = round_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    next_unit_.store(0, std::memory_order_relaxed);
-    round_.store(round + 1, std::memory_order_release);
-    return;
-  }
-  for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
-    if (spins < kSpinsBeforeYield)
-      pause();
-    else
-      sched_yield();
-  }
+}
+
+// The next unit of a thread's range in this phase; the first to come sets the count back.
+int ThreadPool::take(int owner, uint32_t round) {
+  std::atomic<uint64_t> &taken = taken_[owner].phase_and_units;
+  uint64_t seen = taken.load(std::memory_order_relaxed);
+  while (seen >> 32 != round)
+    if (taken.compare_exchange_weak(seen, (uint64_t)round << 32 | 1, std::memory_order_relaxed)) return 0;
+  return (int)(uint32_t)taken.fetch_add(1, std::memory_order_relaxed);
 }
 
 bool ThreadPool::wait_for_job(unsigned seen) {
@@ -102,7 +107,7 @@ void ThreadPool::work(int thread) {
   while (wait_for_job(seen)) {
     seen++;
     job_(arg_, thread);
-    barrier();
+    barrier(thread);
   }
 }
 

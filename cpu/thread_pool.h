@@ -1,10 +1,13 @@
 // The threads of one context. A job runs on all of them at once; inside it they meet at barriers and share out units.
 //
 // A worker spins while a job may follow soon (the gap between two decode steps is a few microseconds) and sleeps after.
+// Cores may lie far apart (some 300 ns for a cache line to change hands), so that nothing shared is touched more often
+// than it must be: a barrier of two threads is one store and one awaited load each.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -25,23 +28,52 @@ class ThreadPool {
   // Runs job(arg, 0) here and job(arg, i) on worker i; returns when all have.
   void run(Job job, void *arg);
 
-  // Inside a job: every thread waits for all. Units are handed out from 0 again afterwards.
-  void barrier();
-  int next_unit() { return next_unit_.fetch_add(1, std::memory_order_relaxed); }
+  // Inside a job: every thread waits for all (a dissemination barrier: after round k each knows of 2^(k+1) threads).
+  void barrier(int thread);
+
+  // Inside a job: calls body(unit) for 0 <= unit < n over all threads, then waits for all. Each thread has a range of its
+  // own, in order; with `help`, one that is done goes on with what the others have not begun: neighbours on the machine
+  // slow now one core, now the other.
+  template <class Body>
+  void share(int thread, int n, bool help, Body body) {
+    if (help && n_threads_ > 1) {
+      const uint32_t round = ++local_[thread].share;
+      for (int i = 0; i < n_threads_; i++) {
+        const int owner = (thread + i) % n_threads_;
+        for (int unit = first_of(owner, n) + take(owner, round); unit < first_of(owner + 1, n); unit = first_of(owner, n) + take(owner, round)) body(unit);
+      }
+    } else {
+      for (int unit = first_of(thread, n); unit < first_of(thread + 1, n); unit++) body(unit);
+    }
+    barrier(thread);
+  }
 
  private:
   void work(int thread);
   bool wait_for_job(unsigned seen);
+  int first_of(int thread, int n) const { return (int)((int64_t)n * thread / n_threads_); }
+  int take(int owner, uint32_t round);
+
+  struct alignas(64) Local {  // a thread's own counts of barriers and of shared-out phases
+    uint32_t barrier = 0, share = 0;
+  };
+  struct alignas(64) Flag {
+    std::atomic<uint32_t> barrier{0};
+  };
+  struct alignas(64) Taken {  // (phase, units begun in it) of a thread's range
+    std::atomic<uint64_t> phase_and_units{0};
+  };
 
   const int n_threads_;
+  int n_rounds_ = 0;
   Job job_ = nullptr;
   void *arg_ = nullptr;
   bool stop_ = false;
   alignas(64) std::atomic<unsigned> epoch_{0};
-  alignas(64) std::atomic<unsigned> round_{0};
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> next_unit_{0};
   alignas(64) std::atomic<int> sleepers_{0};
+  std::vector<Local> local_;
+  std::vector<Flag> flags_;  // (thread, round)
+  std::vector<Taken> taken_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;

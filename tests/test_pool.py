@@ -37,7 +37,8 @@ def test_capacity_zero_holds_one(model: PoolClient) -> None:
 
 @pytest.mark.parametrize("name", ["capacity", "max_cached_tokens", "max_bytes"])
 @pytest.mark.parametrize(
-    ("value", "error"), [(-1, ValueError), (-(2**70), ValueError), (2**63, ValueError), (1.0, TypeError), (True, TypeError), ("1", TypeError)]
+    ("value", "error"),
+    [(-1, ValueError), (-(2**70), ValueError), (2**63, ValueError), (1.0, TypeError), (True, TypeError), (np.True_, TypeError), ("1", TypeError)],
 )
 def test_sizes_are_non_negative_integers(name: str, value: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"^{name} must be"):

@@ -13,7 +13,7 @@ from .abi cimport (
     tl_matmul_args, tl_matrix, tl_pack_rows, tl_sampling,
 )
 from .library cimport Library
-from .memory cimport AddressRange, Buffer
+from .memory cimport AddressRange, Arena, Buffer
 from .memory import HostBuffer, HostRange, free_host_memory
 
 DTYPES = {"f32": TL_F32, "bf16": TL_BF16, "f16": TL_F16, "int8": TL_INT8}
@@ -92,11 +92,13 @@ cdef class Context:
 
     # ---- matrices
 
-    def pack(self, str dtype, int n_out, int n_in, int group_size, list sources, str what) -> PackedMatrix:
+    def pack(self, Arena arena, str dtype, int n_out, int n_in, int group_size, list sources, str what) -> PackedMatrix:
         """Packs source matrices into one.
 
         Parameters
         ----------
+        arena
+            Where the packed bytes go.
         n_out
             Packed rows, a multiple of 16.
         sources
@@ -113,7 +115,7 @@ cdef class Context:
         packed.matrix.group_size = group_size
         packed.matrix.data = NULL
         self.library.check(self.library.f.matrix_nbytes(self.handle, &packed.matrix, &nbytes), f"sizing {what}")
-        packed.buffer = self.alloc(nbytes, what)
+        packed.buffer = arena.alloc(nbytes, what)
         packed.matrix.data = <void *>packed.buffer.pointer
         for data, scales, n_rows, block, stride, offset in sources:
             rows.size = sizeof(rows)

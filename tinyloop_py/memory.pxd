@@ -7,7 +7,18 @@ cdef class Buffer:
 
 
 cdef class HostBuffer(Buffer):
-    pass
+    cdef uintptr_t _mapped
+    cdef int64_t _mapped_nbytes
+
+
+cdef class SubBuffer(Buffer):
+    cdef Buffer parent
+
+
+cdef class Arena:
+    cdef object _alloc
+    cdef Buffer _chunk
+    cdef int64_t _used
 
 
 cdef class AddressRange:

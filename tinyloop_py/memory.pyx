@@ -16,6 +16,7 @@ from .errors import OutOfMemoryError
 cdef int64_t OS_PAGE = os.sysconf("SC_PAGE_SIZE")
 cdef int64_t COMMIT_STEP = 1 << 24  # a range grows by whole steps, so that the kernel is asked rarely
 cdef int64_t HUGE_PAGE = 1 << 21
+cdef int64_t ARENA_CHUNK = 1 << 25
 
 
 def free_host_memory() -> int | None:
@@ -40,20 +41,55 @@ cdef class Buffer:
 
 
 cdef class HostBuffer(Buffer):
-    """Zeroed, page-aligned host memory, in huge pages where the system gives them."""
+    """Zeroed host memory, page-aligned; large ones begin on a huge page, and lie in huge pages where the system gives them."""
 
     def __cinit__(self, int64_t nbytes, str what="a buffer"):
         self.nbytes = max(nbytes, 1)
-        cdef void *p = mmap(NULL, self.nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        cdef int64_t slack = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
+        cdef void *p = mmap(NULL, self.nbytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         if p == MAP_FAILED:
             raise host_out_of_memory(what, nbytes)
-        self.pointer = <uintptr_t>p
-        if nbytes >= HUGE_PAGE:
-            madvise(p, nbytes, MADV_HUGEPAGE)
+        self._mapped = <uintptr_t>p
+        self._mapped_nbytes = self.nbytes + slack
+        self.pointer = self._mapped
+        if slack:
+            self.pointer = (self._mapped + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
+            madvise(<void *>self.pointer, self.nbytes, MADV_HUGEPAGE)
 
     def __dealloc__(self):
-        if self.pointer:
-            munmap(<void *>self.pointer, self.nbytes)
+        if self._mapped:
+            munmap(<void *>self._mapped, self._mapped_nbytes)
+
+
+cdef class SubBuffer(Buffer):
+    """A part of another buffer, which it keeps."""
+
+
+cdef class Arena:
+    """Many buffers side by side in few large allocations: weights one after the other, so that huge pages hold them.
+
+    Parameters
+    ----------
+    alloc
+        Called with (nbytes, what) for each large allocation.
+    """
+
+    def __init__(self, alloc):
+        self._alloc = alloc
+        self._chunk = None
+        self._used = 0
+
+    def alloc(self, int64_t nbytes, str what) -> Buffer:
+        """`nbytes` of zeroed memory on a 64-byte boundary."""
+        cdef SubBuffer part = SubBuffer.__new__(SubBuffer)
+        if self._chunk is None or self._used + nbytes > self._chunk.nbytes:
+            self._chunk = self._alloc(max(nbytes, ARENA_CHUNK), what)
+            self._used = 0
+        part.parent = self._chunk
+        part.pointer = self._chunk.pointer + self._used
+        part.nbytes = nbytes
+        self._used += (nbytes + 63) // 64 * 64
+        return part
 
 
 cdef class AddressRange:

@@ -279,6 +279,23 @@ cdef class Model(PoolClient):
         self.warn_depth(key[1])
         return self.begin_with_pool(pool, tokens, n_new, key, sampling).run()
 
+    def _start(
+        self, prompt, max_tokens=128, loops=None, temperature=1.0, top_k=50, cache_window=0, *, pool=None, namespace=None,
+        top_p=1.0, min_p=0.0, repetition_penalty=1.0, logit_bias=None, seed=None, stop_tokens=None,
+    ):
+        """A started Generation, an iterator of new tokens: what the generating methods run to its end."""
+        cdef tuple key = self.pool_key("generate", loops, cache_window, namespace)
+        cdef int n_new
+        cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
+        cdef Sampling sampling = Sampling(
+            temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, self._stop_tokens if stop_tokens is None else stop_tokens,
+            self.config.vocab_size,
+        )
+        self.warn_depth(key[1])
+        if pool is None:
+            return self.begin(tokens, n_new, key, sampling, None, None)
+        return self.begin_with_pool(pool, tokens, n_new, key, sampling)
+
     def logits(self, tokens, loops=None, cache_window=0, *, last_only=False):
         """Logits after every token, float32 (n, vocab_size), or after the last alone, (1, vocab_size).
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from .config import ModelConfig
 from .layout import layer_names, vector_shapes
+from .memory import Arena
 
 if TYPE_CHECKING:
     from .context import Context, PackedMatrix
@@ -38,7 +39,7 @@ class Weights:
 
 class _Loader:
     def __init__(self, context: Context, file: ModelFile) -> None:
-        self.context, self.file = context, file
+        self.context, self.file, self.arena = context, file, Arena(context.alloc)
         self.matrices: dict[str, PackedMatrix] = {}
         self.vectors: dict[str, Buffer] = {}
 
@@ -47,7 +48,7 @@ class _Loader:
         tensors = [self.file.tensor(source[0]) for source in sources]
         rows = [(t.data, t.scales, t.shape[0], *source[1:]) for t, source in zip(tensors, sources, strict=True)]
         first = tensors[0]
-        self.matrices[name] = self.context.pack(first.dtype, n_out, first.shape[1], first.group_size or 0, rows, f"the weight {name}")
+        self.matrices[name] = self.context.pack(self.arena, first.dtype, n_out, first.shape[1], first.group_size or 0, rows, f"the weight {name}")
 
     def plain(self, name: str, tensor: str) -> None:
         n_out = self.file.tensor(tensor).shape[0]

@@ -308,7 +308,7 @@ cdef class PrefixPool:
         cdef PoolEntry entry
         cdef list dropped = []
         for entry in entries:
-            if entry.resident:  # nothing freed it meanwhile
+            if entry.resident:  # a finaliser may have removed it since the list was made
                 self._remove(entry, dropped)
         return 0
 

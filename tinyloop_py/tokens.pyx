@@ -89,7 +89,7 @@ cdef object _from_integers(object items, str name):
         if type(item) is not int:
             if isinstance(item, (list, tuple)) or getattr(item, "ndim", 0):
                 raise ValueError(f"{name} must be one-dimensional, got a {type(item).__name__} at index {i}")
-            if isinstance(item, bool) or not PyIndex_Check(item):
+            if isinstance(item, (bool, np.bool_)) or not PyIndex_Check(item):
                 raise TypeError(f"{name} must hold integers, got {type(item).__name__} at index {i}")
             item = PyNumber_Index(item)
         value = PyLong_AsLongLongAndOverflow(item, &overflow)
