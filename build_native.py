@@ -158,7 +158,7 @@ def check_archs(nvcc: Path, archs: Sequence[str]) -> None:
 def cpu_units(source: Path, build: Path, machine: str) -> list[tuple[Path, Path, list[str]]]:
     """(source, object, flags) of every unit of libtinyloop_cpu.so on a machine such as "x86_64"."""
     paths = X86_PATHS if machine in ("x86_64", "AMD64") else {"generic": (1, ())}
-    units = []
+    units: list[tuple[Path, Path, list[str]]] = []
     for file in sorted(source.glob("*.cpp")):
         if file.stem not in KERNEL_UNITS:
             units.append((file, build / f"{file.stem}.o", []))
@@ -178,9 +178,7 @@ def toolkit_folders(nvcc: Path, kind: str, environ: Mapping[str, str] = os.envir
     return [folder for prefix in prefixes if (folder := prefix / "targets" / arch / kind).is_dir()]
 
 
-def nvcc_command(
-    nvcc: Path, compiler: Sequence[str], archs: Sequence[str], environ: Mapping[str, str] = os.environ, root: Path = ROOT
-) -> list[str]:
+def nvcc_command(nvcc: Path, compiler: Sequence[str], archs: Sequence[str], environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[str]:
     """nvcc with the flags that every .cu file is compiled with."""
     launchers = [i for i, word in enumerate(compiler) if Path(word).name in ("ccache", "sccache")]
     host, *more = compiler[launchers[-1] + 1 :] if launchers else compiler

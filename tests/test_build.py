@@ -51,7 +51,9 @@ def tree(tmp_path):
     for folder in ("cpu", "cuda", "include"):
         (tmp_path / folder).mkdir()
     (tmp_path / "include" / "tinyloop.h").write_text("#define VERSION 1\n")
-    (tmp_path / "cpu" / "api.cpp").write_text('#include "tinyloop.h"\nextern "C" __attribute__((visibility("default"))) int tl_version() { return VERSION; }\n')
+    (tmp_path / "cpu" / "api.cpp").write_text(
+        '#include "tinyloop.h"\nextern "C" __attribute__((visibility("default"))) int tl_version() { return VERSION; }\n'
+    )
     return tmp_path
 
 
@@ -76,7 +78,11 @@ def test_nvcc_is_searched_in_the_documented_order(tmp_path):
     names = ("own", "home", "path", "conda", "build")
     nvcc = {name: fake_nvcc(tmp_path / name / "bin") for name in names}
     env = environ(
-        TINYLOOP_NVCC=nvcc["own"], CUDA_HOME=tmp_path / "home", CUDA_PATH=tmp_path / "path", CONDA_PREFIX=tmp_path / "conda", BUILD_PREFIX=tmp_path / "build"
+        TINYLOOP_NVCC=nvcc["own"],
+        CUDA_HOME=tmp_path / "home",
+        CUDA_PATH=tmp_path / "path",
+        CONDA_PREFIX=tmp_path / "conda",
+        BUILD_PREFIX=tmp_path / "build",
     )
     fake_nvcc(tmp_path / "on_path")
     env["PATH"] = f"{tmp_path / 'on_path'}:/usr/bin:/bin"
@@ -102,7 +108,7 @@ def test_a_set_variable_without_nvcc_is_an_error(tmp_path, variable):
 
 def test_a_file_that_cannot_run_is_no_nvcc(tmp_path):
     fake_nvcc(tmp_path).chmod(0o644)
-    with pytest.raises(BuildError, match="is no nvcc"):
+    with pytest.raises(BuildError, match=r"is no nvcc"):
         build_native.find_nvcc(environ(TINYLOOP_NVCC=tmp_path / "nvcc"))
 
 
@@ -115,13 +121,13 @@ def test_modes_of_tinyloop_cuda(tmp_path):
     nvcc = fake_nvcc(tmp_path)
     for mode in ("auto", "on", "AUTO", ""):
         assert build_native.wanted_nvcc(environ(TINYLOOP_NVCC=nvcc, TINYLOOP_CUDA=mode))[0] == nvcc
-    with pytest.raises(BuildError, match="TINYLOOP_CUDA is 'yes', expected auto, on or off"):
+    with pytest.raises(BuildError, match=r"TINYLOOP_CUDA is 'yes', expected auto, on or off"):
         build_native.wanted_nvcc(environ(TINYLOOP_CUDA="yes"))
 
 
 @pytest.mark.skipif(Path("/usr/local/cuda/bin/nvcc").exists(), reason="nvcc is in its default place here")
 def test_on_without_nvcc_is_an_error_that_lists_the_places(tmp_path):
-    with pytest.raises(BuildError, match="TINYLOOP_CUDA=on, and no nvcc was found in CONDA_PREFIX: .*; PATH; /usr/local/cuda"):
+    with pytest.raises(BuildError, match=r"TINYLOOP_CUDA=on, and no nvcc was found in CONDA_PREFIX: .*; PATH; /usr/local/cuda"):
         build_native.wanted_nvcc(environ(TINYLOOP_CUDA="on", CONDA_PREFIX=tmp_path))
 
 
@@ -130,7 +136,7 @@ def test_targets():
     assert build_native.cuda_archs(environ(TINYLOOP_CUDA_ARCHS="90a; 80,80")) == ["80", "90a"]
     assert build_native.cuda_archs(environ(TINYLOOP_CUDA_ARCHS="100f,120")) == ["100f", "120"]
     for bad in ("sm_80", "75", "8.0", "90aa", "a", ","):
-        with pytest.raises(BuildError, match="^TINYLOOP_CUDA_ARCHS"):
+        with pytest.raises(BuildError, match=r"^TINYLOOP_CUDA_ARCHS"):
             build_native.cuda_archs(environ(TINYLOOP_CUDA_ARCHS=bad))
 
 
@@ -439,7 +445,16 @@ def test_the_library_compiles_for_aarch64_and_computes(tmp_path):
         pytest.skip("compiled; no qemu-aarch64 to run it (Debian: qemu-user)")
     (tmp_path / "smoke.cpp").write_text(SMOKE)
     subprocess.run(
-        ["aarch64-linux-gnu-g++", "-std=c++17", f"-I{ROOT / 'include'}", tmp_path / "smoke.cpp", library, "-o", tmp_path / "smoke", f"-Wl,-rpath,{library.parent}"],
+        [
+            "aarch64-linux-gnu-g++",
+            "-std=c++17",
+            f"-I{ROOT / 'include'}",
+            tmp_path / "smoke.cpp",
+            library,
+            "-o",
+            tmp_path / "smoke",
+            f"-Wl,-rpath,{library.parent}",
+        ],
         check=True,
     )
     done = subprocess.run([qemu, "-L", "/usr/aarch64-linux-gnu", tmp_path / "smoke"], capture_output=True, text=True, timeout=120)

@@ -69,7 +69,10 @@ def test_nothing_that_fails_stops_it(monkeypatch, name):
 
 
 def test_devices_are_listed_one_by_one():
-    text = diagnosis.as_text({"cuda_python": {"runtime": 12080, "devices": [{"name": "A", "sm": "90"}, {"name": "B", "sm": "80"}]}, "none": {}, "list": []})
+    text = diagnosis.as_text(
+        {"cuda_python": {"runtime": 12080, "devices": [{"name": "A", "sm": "90"}, {"name": "B", "sm": "80"}]}, "none": {}, "list": []}
+    )
     assert text.splitlines() == [
-        "cuda python", "  runtime: 12080", "  devices 0", "    name: A", "    sm: 90", "  devices 1", "    name: B", "    sm: 80", "none: none", "list: none"
+        "cuda python", "  runtime: 12080", "  devices 0", "    name: A", "    sm: 90", "  devices 1", "    name: B", "    sm: 80",
+        "none: none", "list: none",
     ]  # fmt: skip

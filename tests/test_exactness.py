@@ -78,9 +78,10 @@ def test_decoded_tokens_leave_the_kv_of_a_prompt_with_them(backend):
 @pytest.mark.parametrize(("dtype", "group_size"), DTYPES)
 def test_threads_never_change_a_bit(dtype, group_size, threads):
     tokens = random_tokens(CONFIGS["huginn"], 130)
-    with open_model("cpu", "huginn", dtype, group_size=group_size, threads=1) as one, open_model(
-        "cpu", "huginn", dtype, group_size=group_size, threads=threads
-    ) as many:
+    with (
+        open_model("cpu", "huginn", dtype, group_size=group_size, threads=1) as one,
+        open_model("cpu", "huginn", dtype, group_size=group_size, threads=threads) as many,
+    ):
         assert many.threads == threads
         assert same_bits(one.logits(tokens), many.logits(tokens))
         assert same_kv(kv_of(one, tokens), kv_of(many, tokens))

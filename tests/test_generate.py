@@ -186,7 +186,12 @@ def test_closing_is_final_and_idempotent(backend):
     model.close()
     model.close()
     assert model.closed
-    for call, arguments in (("generate", ([1],)), ("logits", ([1],)), ("generate_with_pool", (tl.PrefixPool(), [1])), ("register_prefix", (None, [1]))):
+    for call, arguments in (
+        ("generate", ([1],)),
+        ("logits", ([1],)),
+        ("generate_with_pool", (tl.PrefixPool(), [1])),
+        ("register_prefix", (None, [1])),
+    ):
         with pytest.raises(RuntimeError, match=f"^tinyloop.Model is closed; cannot call {call}$"):
             getattr(model, call)(*arguments)
 

@@ -37,7 +37,9 @@ def compile_and_run(tmp_path: Path, source: str) -> str:
     """Standard output of a C program that includes tinyloop.h."""
     (tmp_path / "program.c").write_text('#include <stddef.h>\n#include <stdio.h>\n#include "tinyloop.h"\n' + source)
     compiler = shutil.which("cc") or pytest.skip("no C compiler")
-    subprocess.run([compiler, "-Wall", "-Werror", "-pedantic", "-std=c11", f"-I{ROOT / 'include'}", "program.c", "-o", "program"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [compiler, "-Wall", "-Werror", "-pedantic", "-std=c11", f"-I{ROOT / 'include'}", "program.c", "-o", "program"], cwd=tmp_path, check=True
+    )
     return subprocess.run([tmp_path / "program"], capture_output=True, text=True, check=True).stdout
 
 
@@ -98,7 +100,9 @@ def fake_library(folder: Path, exports: list[str], version: int) -> Path:
 
 def test_a_library_of_another_version_is_refused(tmp_path):
     path = fake_library(tmp_path, list(EXPORTS), C["TL_ABI_VERSION"] + 1)
-    with pytest.raises(RuntimeError, match=rf"fake\.so has contract version {C['TL_ABI_VERSION'] + 1}, expected {C['TL_ABI_VERSION']}; reinstall tinyloop"):
+    with pytest.raises(
+        RuntimeError, match=rf"fake\.so has contract version {C['TL_ABI_VERSION'] + 1}, expected {C['TL_ABI_VERSION']}; reinstall tinyloop"
+    ):
         Library(path)
 
 
@@ -246,8 +250,8 @@ class Tiny:
         self.tables = (ctypes.c_void_p * 1)(self.zeros.ctypes.data)
         self.out_row, self.logits = np.array([0, 2], np.int32), np.full((2, 21), np.nan, np.float32)
         self.batch = struct(
-            "tl_batch", n_rows=3, sections=C["TL_RUN_ALL"], token=self.tokens, pos=np.arange(3, dtype=np.int32), seq=self.zeros, page_table=self.tables,
-            n_out=2, out_row=self.out_row, logits=self.logits,
+            "tl_batch", n_rows=3, sections=C["TL_RUN_ALL"], token=self.tokens, pos=np.arange(3, dtype=np.int32), seq=self.zeros,
+            page_table=self.tables, n_out=2, out_row=self.out_row, logits=self.logits,
         )  # fmt: skip
         self.out = ctypes.c_uint64()
         self.floats = np.ones(4096, np.float32)
@@ -367,7 +371,8 @@ MATRICES = [
     ({"group_size": -64}, "group_size"), ({"group_size": 32, "dtype": 3}, "group_size"), ({"group_size": 64}, "float matrix"),
 ]  # fmt: skip
 ROWS = [
-    ({"n_rows": 0}, "map"), ({"block": 0}, "map"), ({"stride": 20}, "map"), ({"offset": -1}, "map"), ({"offset": 16}, "past"), ({"n_rows": 33}, "past"),
+    ({"n_rows": 0}, "map"), ({"block": 0}, "map"), ({"stride": 20}, "map"),
+    ({"offset": -1}, "map"), ({"offset": 16}, "past"), ({"n_rows": 33}, "past"),
     ({"block": 1, "stride": 1 << 30}, "past"), ({"n_rows": 2**31 - 1, "block": 1, "stride": 2**31 - 1, "offset": 2**31 - 1}, "past"),
 ]  # fmt: skip
 PLANS = [
@@ -378,17 +383,21 @@ PLANS = [
     ({"vocab_size": 40}, "shape"), ({"dim": 24}, "shape"),
 ]  # fmt: skip
 PHASES = [
-    ({"kind": 10}, "kind"), ({"kind": -1}, "kind"), ({"part": 3}, "part"), ({"kind": C["TL_PHASE_QKV"]}, "layer"), ({"kind": C["TL_PHASE_NORM"]}, "shape"),
+    ({"kind": 10}, "kind"), ({"kind": -1}, "kind"),
+    ({"part": 3}, "part"), ({"kind": C["TL_PHASE_QKV"]}, "layer"), ({"kind": C["TL_PHASE_NORM"]}, "shape"),
     ({"kind": C["TL_PHASE_NORM"], "weight": STRUCTS["tl_matrix"]()}, "norm"), ({"weight": STRUCTS["tl_matrix"]()}, "weight"),
     ({"kind": C["TL_PHASE_HEAD"]}, "head"),
 ]  # fmt: skip
 BATCHES = [
-    ({"n_rows": 5}, "n_rows"), ({"n_rows": -1}, "n_rows"), ({"n_rows": 0}, "no rows"), ({"n_out": 3}, "n_out"), ({"n_out": -1}, "n_out"), ({"sections": 0}, "sections"),
+    ({"n_rows": 5}, "n_rows"), ({"n_rows": -1}, "n_rows"), ({"n_rows": 0}, "no rows"),
+    ({"n_out": 3}, "n_out"), ({"n_out": -1}, "n_out"), ({"sections": 0}, "sections"),
     ({"sections": 16}, "sections"), ({"window": -1}, "window"), ({"loop_end": -1}, "loop"), ({"loop_begin": -1}, "loop"), ({"token": None}, "rows"),
-    ({"pos": None}, "rows"), ({"seq": None}, "rows"), ({"page_table": None}, "rows"), ({"out_row": None}, "out_row"), ({"sections": C["TL_RUN_HEAD"]}, "head-only"),
+    ({"pos": None}, "rows"), ({"seq": None}, "rows"),
+    ({"page_table": None}, "rows"), ({"out_row": None}, "out_row"), ({"sections": C["TL_RUN_HEAD"]}, "head-only"),
 ]  # fmt: skip
 SAMPLINGS = [
-    ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"repetition_penalty": 0.0}, "penalty"), ({"top_p": 0.0}, "top_p"),
+    ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"),
+    ({"repetition_penalty": 0.0}, "penalty"), ({"top_p": 0.0}, "top_p"),
     ({"min_p": -0.5}, "min_p"), ({"n_bias": 1}, "bias"), ({"n_bias": -1}, "bias"), ({"n_history": 1}, "history"), ({"n_history": -1}, "history"),
 ]  # fmt: skip
 
@@ -664,7 +673,8 @@ def test_no_float_mode_is_left_behind(cpu):
 
 
 SETTINGS = [
-    {"temperature": 0.0}, {}, {"temperature": 0.5}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 0.0}, {}, {"temperature": 0.5}, {"top_k": 1},
+    {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
     {"repetition_penalty": 1.3}, {"temperature": 1.7, "top_k": 40, "repetition_penalty": 0.8},
 ]  # fmt: skip
 

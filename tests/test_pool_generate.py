@@ -291,7 +291,7 @@ def test_a_failure_at_every_page_of_a_hit_falls_back_to_the_same_answer(model, s
 def test_where_plain_generate_fails_too_the_call_raises(model, pool):
     model.register_prefix(pool, TOKENS[:100])
     held = model.kv_nbytes
-    with Fault(model, 1, lasting=True), pytest.raises(RuntimeError, match="^out of memory"):
+    with Fault(model, 1, lasting=True), pytest.raises(RuntimeError, match=r"^out of memory"):
         model.generate_with_pool(pool, TOKENS, 12, **GREEDY)
     assert model.kv_nbytes == held and pool.size() == 1
     assert pool.match(model, TOKENS) == 100

@@ -3,14 +3,14 @@
 import numpy as np
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from libc.string cimport memcpy
 from posix.unistd cimport getpid
 
 from .abi cimport (
-    TL_BF16, TL_F16, TL_F32, TL_INT8, TL_ISA_AVX2, TL_ISA_AVX512, TL_ISA_BEST, TL_ISA_GENERIC, tl_context, tl_context_desc, tl_context_info,
-    tl_matmul_args, tl_matrix, tl_pack_rows, tl_sampling,
+    TL_BF16, TL_F16, TL_F32, TL_INT8, TL_ISA_AVX2, TL_ISA_AVX512, TL_ISA_BEST, TL_ISA_GENERIC, tl_context_desc, tl_context_info,
+    tl_matmul_args, tl_matrix, tl_pack_rows,
 )
 from .library cimport Library
 from .memory cimport AddressRange, Arena, Buffer

@@ -17,7 +17,17 @@ from typing import Any
 from .native import library_folder, library_path
 
 PACKAGES = ("tinyloop", "numpy", "tokenizers", "cuda-python", "cuda-bindings", "safetensors", "gguf", "rich", "torch", "transformers")
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "CXX", "OMP_PROC_BIND", "OMP_NUM_THREADS")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "CONDA_PREFIX",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CXX",
+    "OMP_PROC_BIND",
+    "OMP_NUM_THREADS",
+)
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16", "asimd")
 
 

@@ -13,7 +13,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from .abi cimport (
-    TL_BF16, TL_F32, TL_PAGE_POSITIONS, TL_RUN_ALL, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE,
+    TL_BF16, TL_F32, TL_PAGE_POSITIONS, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE,
     tl_batch, tl_status,
 )
 from .plan cimport Plan
@@ -25,7 +25,6 @@ cdef class Engine:
     """One model's plan and the lock around it."""
 
     def __cinit__(self, Plan plan, config):
-        cdef int i
         self.plan = plan
         self.config = config
         self.max_rows = plan.desc.max_rows
@@ -190,7 +189,7 @@ cdef class Engine:
     def logits(self, const int32_t[::1] tokens, int loops, int window, bint last_only):
         """Logits of every position, or of the last, float32 (n, vocab_size)."""
         cdef Sequence seq = self.new_sequence(loops, window)
-        cdef int n = tokens.shape[0], first, count, i
+        cdef int n = tokens.shape[0], first
         cdef tl_batch want
         out = np.empty((1 if last_only else n, self.config.vocab_size), np.float32)
         cdef float[:, ::1] view = out

@@ -1,11 +1,9 @@
 """Model: a model file at work on one device, and everything that runs on it."""
 
-import operator
 import os
 import warnings
 import weakref
 
-cimport cython
 from libc.stdint cimport INT32_MAX, int32_t
 from posix.unistd cimport getpid
 

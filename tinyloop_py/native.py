@@ -24,5 +24,7 @@ def require_library(backend: str) -> Path:
     path = library_path(backend)
     if not path.is_file():
         reason = "nvcc was not found when tinyloop was installed" if backend == "cuda" else "the build was incomplete"
-        raise RuntimeError(f"{path.name} is missing from {path.parent}: {reason}. `python -m tinyloop_py` shows what was searched; reinstall to build it")
+        raise RuntimeError(
+            f"{path.name} is missing from {path.parent}: {reason}. `python -m tinyloop_py` shows what was searched; reinstall to build it"
+        )
     return path

@@ -1,7 +1,7 @@
 """The forward pass of a model as a flat array of phases, built once from its config and run by the native library."""
 
 cimport cython
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
@@ -193,8 +193,8 @@ cdef class Plan:
         cdef uint64_t nbytes
         cdef int part
         spaces = []
-        free = self.context.free_nbytes()
-        limit = kv_budget if kv_budget is not None else free if free is not None else 1 << 36
+        n_free = self.context.free_nbytes()
+        limit = kv_budget if kv_budget is not None else n_free if n_free is not None else 1 << 36
         for part in range(3):
             if not self.desc.n_layers[part]:
                 spaces.append(None)

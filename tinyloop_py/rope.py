@@ -7,6 +7,7 @@ Angles are computed in float64 and rounded once. The scaling formulas are those 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +22,13 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     if scaling is None:
         return freq
     if scaling["type"] == "linear":
-        return freq / scaling["factor"]
+        return freq / float(scaling["factor"])
     if scaling["type"] == "llama3":
         return _llama3(freq, scaling)
     return _yarn(freq, dim, config.rope_theta, scaling)
 
 
-def _llama3(freq: np.ndarray, s: dict) -> np.ndarray:
+def _llama3(freq: np.ndarray, s: dict[str, Any]) -> np.ndarray:
     """Long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
     wavelength = 2 * math.pi / freq
     low, high = s["original_max_position"] / s["low_freq_factor"], s["original_max_position"] / s["high_freq_factor"]
@@ -38,7 +39,7 @@ def _llama3(freq: np.ndarray, s: dict) -> np.ndarray:
     return np.where(wavelength > low, freq / s["factor"], np.where(wavelength < high, freq, between))
 
 
-def _yarn(freq: np.ndarray, dim: int, theta: float, s: dict) -> np.ndarray:
+def _yarn(freq: np.ndarray, dim: int, theta: float, s: dict[str, Any]) -> np.ndarray:
     """Pairs that turn more than beta_fast times in the original context are kept, fewer than beta_slow slowed."""
 
     def pair_of(rotations: float) -> float:
@@ -47,7 +48,7 @@ def _yarn(freq: np.ndarray, dim: int, theta: float, s: dict) -> np.ndarray:
     low = max(math.floor(pair_of(s["beta_fast"])), 0)
     high = min(math.ceil(pair_of(s["beta_slow"])), dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
-    return freq / s["factor"] * ramp + freq * (1 - ramp)
+    return freq / float(s["factor"]) * ramp + freq * (1 - ramp)
 
 
 def rope_tables(config: ModelConfig, n_positions: int) -> tuple[np.ndarray, np.ndarray]:

@@ -81,7 +81,8 @@ class GgufFile:
 
 def half_split_rows(rows: F32Array, head_dim: int) -> F32Array:
     """Undo the row order of llama.cpp's converter, which puts the two rows that rope turns together next to each other."""
-    return rows.reshape(-1, head_dim // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+    split: F32Array = rows.reshape(-1, head_dim // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+    return split
 
 
 def is_gguf(path: str) -> bool:
