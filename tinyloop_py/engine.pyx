@@ -4,6 +4,7 @@ The lock covers one step. A step that fails leaves its sequence as it was, and e
 """
 
 import threading
+from time import perf_counter
 
 import numpy as np
 
@@ -213,6 +214,33 @@ cdef class Engine:
         finally:
             seq.release()
         return out
+
+
+    def time_rows(self, const int32_t[::1] tokens, int first, int loops):
+        """Seconds of one step that runs these rows at positions from `first` on, their keys and values before it unspecified.
+
+        For benchmarks: the work of a hit, or of a call, without what leads to it.
+        """
+        cdef Sequence seq = self.new_sequence(loops, 0)
+        cdef tl_batch want
+        cdef int32_t last = tokens.shape[0] - 1
+        cdef int32_t drawn
+        cdef Sampling greedy = Sampling(0.0, 0, 1.0, 0.0, 1.0, None, 0, (), self.config.vocab_size)
+        try:
+            seq.reserve(first + tokens.shape[0], self.max_rows)
+            seq.grow(first + tokens.shape[0])
+            seq.n_tokens = first
+            memset(&want, 0, sizeof(want))
+            want.sections = TL_RUN_HEAD
+            want.n_out = 1
+            want.out_row = &last
+            want.sampling = &greedy.c
+            want.sampled = &drawn
+            begin = perf_counter()
+            self.step(seq, &tokens[0], tokens.shape[0], &want)
+            return perf_counter() - begin
+        finally:
+            seq.release()
 
 
 cdef class Generation:

@@ -10,6 +10,7 @@ cdef class Plan:
     cdef readonly KvStore store
     cdef tl_plan *handle
     cdef tl_plan_desc desc
-    cdef object _keep                  # weights, rope tables and scratch that the plan points into
+    cdef readonly object weights
+    cdef object _keep                  # rope tables and scratch that the plan points into
 
     cdef int make_store(self, kv_budget) except -1

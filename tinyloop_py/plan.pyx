@@ -182,7 +182,8 @@ cdef class Plan:
         context.library.check(context.library.f.plan_scratch_nbytes(self.handle, &nbytes), "sizing scratch memory")
         scratch = context.alloc(nbytes, "scratch")
         context.library.check(context.library.f.plan_bind(self.handle, <void *>(<Buffer>scratch).pointer), "binding scratch memory")
-        self._keep = (weights, cos, sin, scratch)
+        self.weights = weights
+        self._keep = (cos, sin, scratch)
 
     def __dealloc__(self):
         if self.handle != NULL:
@@ -210,7 +211,7 @@ cdef class Plan:
     @property
     def scratch_nbytes(self):
         """Bytes of scratch memory."""
-        return self._keep[3].nbytes if self._keep else 0
+        return self._keep[2].nbytes if self._keep else 0
 
     @property
     def n_clamped(self):
@@ -226,4 +227,4 @@ cdef class Plan:
             self.context.library.f.plan_destroy(self.handle)
             self.handle = NULL
         self.store.close()
-        self._keep = None
+        self.weights = self._keep = None

@@ -1,0 +1,92 @@
+"""What calls cost beside the model's work: the pool without a hit, the hit itself, a call's own overhead; and memory of a hit.
+
+The first two rows run on a tiny random model, where a step takes microseconds and what is added shows.
+
+    python bench/bench_calls.py [--model FILE] [--pairs 200] [--keep NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import alternate, keep, seconds, table
+
+import tinyloop_py as tl
+from tinyloop_py.layout import tensor_shapes
+
+GREEDY = {"temperature": 0.0, "stop_tokens": ()}
+
+
+def tiny_model(folder: Path) -> Path:
+    """A random model of one layer of width 32."""
+    config = tl.ModelConfig(vocab_size=97, dim=32, ffn_dim=64, n_heads=2, n_kv_heads=1, head_dim=16, n_core=1, default_loops=1)
+    rng = np.random.default_rng(0)
+    tl.save_model(folder / "tiny.tinyloop", config, {n: rng.standard_normal(s) * 0.1 for n, s in tensor_shapes(config).items()})
+    return folder / "tiny.tinyloop"
+
+
+def no_hits(model: tl.Model, pairs: int) -> dict[str, Any]:
+    """generate_with_pool on a pool of 16 entries that never match, less generate."""
+    rng = np.random.default_rng(0)
+    pool = tl.PrefixPool(16)
+    for _ in range(16):
+        model.register_prefix(pool, rng.integers(0, model.config.vocab_size, 32))
+    prompt = rng.integers(0, model.config.vocab_size, 64).astype(np.int32)
+    assert pool.match(model, prompt) == 0
+    t = alternate({
+        "with": lambda: seconds(lambda: model.generate_with_pool(pool, prompt, 1, **GREEDY)),
+        "without": lambda: seconds(lambda: model.generate(prompt, 1, **GREEDY)),
+    }, pairs)  # fmt: skip
+    added = statistics.median(a - b for a, b in zip(t["with"], t["without"], strict=True))
+    return {"what": f"generate_with_pool at no hits, added to generate (median of {pairs} pairs)", "us": f"{1e6 * added:.1f}", "bar": 20}
+
+
+def own_cost(model: tl.Model, pairs: int) -> dict[str, Any]:
+    """generate(max_tokens=1) less the same step run from C."""
+    prompt = np.arange(1, 9, dtype=np.int32)
+    t = alternate({
+        "call": lambda: seconds(lambda: model.generate(prompt, 1, **GREEDY)),
+        "step": lambda: model._engine.time_rows(prompt, 0, model.config.default_loops),
+    }, pairs)  # fmt: skip
+    added = statistics.median(a - b for a, b in zip(t["call"], t["step"], strict=True))
+    return {"what": "generate(max_tokens=1) less the same step alone", "us": f"{1e6 * added:.1f}", "bar": 15}
+
+
+def hit(model: tl.Model, n_tokens: int, pairs: int) -> dict[str, Any]:
+    """A hit on the whole prompt that draws nothing: look-up, references, page table, partial page; no row runs."""
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, n_tokens).astype(np.int32)
+    pool = tl.PrefixPool()
+    model.register_prefix(pool, prompt)
+    store = model._engine.plan.store
+    held = store.used_nbytes
+    store.reset_peak()
+    t = alternate({"hit": lambda: seconds(lambda: model.generate_with_pool(pool, prompt, 0))}, pairs)["hit"]
+    assert pool.stats().prefilled_tokens == 0
+    what = f"the hit itself, {n_tokens:,} tokens at depth {model.config.default_loops}, result list included"
+    return {"what": what, "us": f"{1e6 * statistics.median(t):.0f}", "bar": 200, "bytes added": f"{store.peak_nbytes - held:,}"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=tl.demo_model(), help="default: the model that comes with tinyloop")
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        with tl.Model(tiny_model(Path(folder)), 2048, device="cpu", threads=args.threads) as model:
+            rows = [no_hits(model, args.pairs), own_cost(model, args.pairs)]
+    with tl.Model(args.model, 2048, device="cpu", threads=args.threads) as model:
+        rows += [hit(model, n, args.pairs) for n in (1024, 1030)]
+    print(table([{"what": "", "us": "", "bar": "", "bytes added": "", **row} for row in rows]))
+    if args.keep:
+        print("kept in", keep(args.keep, {"model": str(args.model), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
