@@ -16,10 +16,10 @@ PACKAGE = Path(tl.__file__).parent
 OPTIONAL = ("torch", "transformers", "gguf", "rich", "safetensors", "tokenizers", "cuda")
 
 
-def python(code: str, folder: Path, **variables: object) -> str:
+def python(code: str, folder: Path, *options: str, **variables: object) -> str:
     """Standard output of a program in a fresh process that runs in `folder`."""
     env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=folder, timeout=120, check=False)
+    done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, env=env, cwd=folder, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -87,8 +87,16 @@ def test_a_source_folder_says_that_it_is_one(copy):
     for module in (copy / "tinyloop_py").glob("*.so"):
         module.unlink()
     code = "try:\n    import tinyloop_py\nexcept ImportError as error:\n    print(error)"
-    text = python(code, copy)
+    text = python(code, copy, "-S", PYTHONPATH="")  # -S: where tinyloop is not installed
     assert "source folder" in text and "pip install -e ." in text and "tinyloop_py." in text
+
+
+def test_in_a_source_folder_the_installed_package_is_used(copy):
+    """README's commands and `python -m tinyloop_py` are typed in a clone, whose folder Python looks at first."""
+    for module in (copy / "tinyloop_py").glob("*.so"):
+        module.unlink()
+    code = "import tinyloop_py as tl, tinyloop_py.native as n; print(n.__file__, tl.PrefixPool().size())"
+    assert python(code, copy, PYTHONPATH=PACKAGE.parent) == f"{PACKAGE / 'native.py'} 0\n"
 
 
 def test_public_names():

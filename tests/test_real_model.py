@@ -17,8 +17,8 @@ PROMPTS = [
     "years before earthquakes brought it down. Today, most lighthouses are run by",
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user\nWrite a short "
     "story about a cat who learns to swim, and say what the cat learned from it in the end.<|im_end|>\n<|im_start|>assistant\n",
-    "def fibonacci(n):\n    \"\"\"Return the n-th Fibonacci number.\"\"\"\n    if n < 2:\n        return n\n    a, b = 0, 1\n    for _ in "
-    "range(n - 1):\n        a, b = b, a + b\n    return b\n\n\ndef factorial(n):\n    \"\"\"Return n!.\"\"\"\n",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n    if n < 2:\n        return n\n    a, b = 0, 1\n    for _ in '
+    'range(n - 1):\n        a, b = b, a + b\n    return b\n\n\ndef factorial(n):\n    """Return n!."""\n',
     "Ingredients for a simple tomato soup: two pounds of ripe tomatoes, one onion, two cloves of garlic, a tablespoon of olive oil, salt, "
     "pepper and a few leaves of basil. First, chop the onion and the garlic. Then heat the oil in a large pot and",
     "Photosynthesis is the process by which green plants use sunlight to make their own food. It takes place in the leaves, in small "
