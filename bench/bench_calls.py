@@ -78,9 +78,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        with tl.Model(tiny_model(Path(folder)), 2048, device="cpu", threads=args.threads) as model:
-            rows = [no_hits(model, args.pairs), own_cost(model, args.pairs)]
+    with tempfile.TemporaryDirectory() as folder, tl.Model(tiny_model(Path(folder)), 2048, device="cpu", threads=args.threads) as model:
+        rows = [no_hits(model, args.pairs), own_cost(model, args.pairs)]
     with tl.Model(args.model, 2048, device="cpu", threads=args.threads) as model:
         rows += [hit(model, n, args.pairs) for n in (1024, 1030)]
     print(table([{"what": "", "us": "", "bar": "", "bytes added": "", **row} for row in rows]))

@@ -1,7 +1,7 @@
 """Other engines on the same weights, as optional baselines. A peer that is not installed is left out, and the table says so.
 
-    pip install llama-cpp-python==0.3.36 --no-binary llama-cpp-python     # built here, for this processor
-    pip install "transformers>=5" torch==2.13.0
+pip install llama-cpp-python==0.3.36 --no-binary llama-cpp-python     # built here, for this processor
+pip install "transformers>=5" torch==2.13.0
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Llama:
         import llama_cpp
 
         self.c = llama_cpp.llama_cpp
-        self._model = llama_cpp.Llama(
-            str(gguf), n_ctx=n_ctx, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False
-        )
+        self._model = llama_cpp.Llama(str(gguf), n_ctx=n_ctx, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False)
         self.ctx = self._model.ctx
         self.vocab_size = self._model.n_vocab()
 

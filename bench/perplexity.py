@@ -1,6 +1,6 @@
 """Perplexity of model files on a text, side by side: what a weight type or a KV mode costs in quality.
 
-    python bench/perplexity.py TEXT MODEL [MODEL ...] [--kv-mode fp16] [--context 512] [--tokens 20000] [--keep NAME]
+python bench/perplexity.py TEXT MODEL [MODEL ...] [--kv-mode fp16] [--context 512] [--tokens 20000] [--keep NAME]
 """
 
 from __future__ import annotations
