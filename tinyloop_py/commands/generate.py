@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         first = time.perf_counter()
         n = 0
-        for n, token in enumerate(generation, 1):
+        for n, token in enumerate(generation, 1):  # noqa: B007
             print(show(token), end="", flush=True)
         print(finish(), flush=True)
         seconds = time.perf_counter() - first
