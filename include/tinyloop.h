@@ -26,7 +26,7 @@ extern "C" {
 #define TL_KEY_CHUNK 64        /* keys in one attention chunk, at absolute positions */
 #define TL_CHUNK_GROUP 16      /* attention chunks merged before groups merge */
 #define TL_K_CHUNK 256         /* inner-dimension chunk of a matrix product, each summed from zero */
-#define TL_INT8_GROUP 64       /* inner-dimension group that shares one scale of the quantised activations */
+#define TL_INT8_GROUP 32       /* inner-dimension group that shares one scale of the quantised activations */
 #define TL_STAGE_PRELUDE 0     /* rows of a page table: prelude, coda, then one per core loop */
 #define TL_STAGE_CODA 1
 #define TL_STAGE_CORE 2

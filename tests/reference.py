@@ -38,7 +38,7 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
     return bits.view(np.float32).astype(np.float64)
 
 
-def to_int8(x: np.ndarray, group: int = 64) -> np.ndarray:
+def to_int8(x: np.ndarray, group: int = 32) -> np.ndarray:
     """Rounded to int8 in groups along the last axis, scale = max|x| / 127 in float32, ties to even; as float64."""
     n = x.shape[-1]
     padded = np.pad(x.astype(np.float32), [(0, 0)] * (x.ndim - 1) + [(0, -n % group)])

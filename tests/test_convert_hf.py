@@ -19,6 +19,7 @@ from samples import TEXTS, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from tinyloop_py.cli import main
 from tinyloop_py.config import ModelConfig
 from tinyloop_py.convert import convert
 from tinyloop_py.convert.families import FAMILIES
@@ -132,6 +133,14 @@ def test_defaults_of_transformers_hold_where_config_json_is_silent(tmp_path):
         with converted(folder) as file:
             for name, value in expected.items():
                 assert getattr(file.config, name) == value
+
+
+@pytest.mark.parametrize(("options", "group_size"), [([], 64), (["--group-size", "0"], None), (["--group-size", "128"], 128)])
+def test_int8_shares_a_scale_among_64_columns_unless_told_otherwise(tmp_path, options, group_size):
+    build(tmp_path)
+    assert main(["convert", str(tmp_path), str(tmp_path / "m.tinyloop"), "--no-tokenizer", "--dtype", "int8", *options]) == 0
+    with open_model_file(tmp_path / "m.tinyloop") as file:
+        assert file.group_size == group_size
 
 
 @pytest.mark.parametrize(("source", "own"), [(torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float32, "f32"), (torch.float64, "f32")])

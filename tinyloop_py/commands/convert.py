@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("src", metavar="SRC", help="folder with config.json and safetensors, or a GGUF file")
     parser.add_argument("dst", metavar="DST", help="the .tinyloop file to write; an existing one is replaced when the new one is complete")
     parser.add_argument("--dtype", choices=list(STORED), help="type of the matrices (default: the source's own; bf16 where that is quantised)")
-    parser.add_argument("--group-size", type=int, metavar="N", help="with int8: columns that share a scale, a multiple of 64 (default: a row)")
+    parser.add_argument("--group-size", type=int, metavar="N", help="with int8: columns that share a scale, a multiple of 64 (default 64; 0 = a row)")
     parser.add_argument("--loops", type=int, metavar="N", help="default depth to record (default: 1 for a plain model)")
     parser.add_argument("--max-loops", type=int, metavar="N", help="greatest depth to record (default: 1 for a plain model)")
     parser.add_argument("--no-tokenizer", action="store_true", help="convert without tokenizer and chat template")
@@ -32,9 +32,10 @@ def run(args: argparse.Namespace) -> int:
     from ..model_file import open_model_file
     from .info import human_bytes
 
+    group_size = 64 if args.group_size is None and args.dtype == "int8" else args.group_size or None
     with _progress_bar(os.path.basename(os.path.normpath(args.src))) as progress:
         convert(
-            args.src, args.dst, dtype=args.dtype, group_size=args.group_size, loops=args.loops, max_loops=args.max_loops,
+            args.src, args.dst, dtype=args.dtype, group_size=group_size, loops=args.loops, max_loops=args.max_loops,
             tokenizer=not args.no_tokenizer, progress=progress,
         )  # fmt: skip
     with open_model_file(args.dst) as file:
