@@ -45,9 +45,9 @@ def test_greedy_tokens(backend, pair):
         for seed in range(3):
             prompt = np.random.default_rng(seed).integers(0, 320, 40).tolist()
             ids = torch.tensor([prompt])
-            want = theirs.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
-            )[0].tolist()
+            want = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)[
+                0
+            ].tolist()
             assert model.generate(prompt, 40, temperature=0.0, stop_tokens=()) == want
             pool = tl.PrefixPool()
             model.register_prefix(pool, prompt[:33])

@@ -368,7 +368,7 @@ def test_structs_of_another_size_are_refused(tiny):
 CONTEXTS = [({"n_threads": 0}, "n_threads"), ({"n_threads": 1025}, "n_threads"), ({"n_threads": -1}, "n_threads")]
 MATRICES = [
     ({"dtype": 4}, "dtype"), ({"dtype": -1}, "dtype"), ({"n_out": 0}, "n_out"), ({"n_out": 17}, "n_out"), ({"n_in": 0}, "n_in"),
-    ({"group_size": -64}, "group_size"), ({"group_size": 32, "dtype": 3}, "group_size"), ({"group_size": 64}, "float matrix"),
+    ({"group_size": -64}, "group_size"), ({"group_size": 16, "dtype": 3}, "group_size"), ({"group_size": 64}, "float matrix"),
 ]  # fmt: skip
 ROWS = [
     ({"n_rows": 0}, "map"), ({"block": 0}, "map"), ({"stride": 20}, "map"),
@@ -492,7 +492,7 @@ def random_matrix(rng: np.random.Generator, n_out: int, n_in: int, dtype: str, g
 
 
 def operand(a: np.ndarray, dtype: str) -> np.ndarray:
-    """The float64 values that a product works on: rounded to the float type, or to int8 in groups of 64."""
+    """The float64 values that a product works on: rounded to the float type, or to int8 in groups of TL_INT8_GROUP."""
     if dtype != "int8":
         return rounded(np.clip(a, -65504, 65504) if dtype == "f16" else a, dtype).astype(np.float64)
     out = np.empty(a.shape, np.float64)
@@ -505,7 +505,7 @@ def operand(a: np.ndarray, dtype: str) -> np.ndarray:
     return out
 
 
-KINDS = [("f32", 0), ("bf16", 0), ("f16", 0), ("int8", 0), ("int8", 64), ("int8", 128)]
+KINDS = [("f32", 0), ("bf16", 0), ("f16", 0), ("int8", 0), ("int8", 32), ("int8", 64), ("int8", 128)]
 
 
 @pytest.mark.parametrize(("dtype", "group"), KINDS)
