@@ -126,9 +126,8 @@ tl_status tl_matrix_pack(tl_context *context, const tl_matrix *matrix, const tl_
     TL_REQUIRE(context && matrix && rows, "a pointer is NULL");
     TL_CHECK(tl::check_pack(*matrix, *rows));
     constexpr int kRowsAUnit = 64;
-    share(*context, (rows->n_rows + kRowsAUnit - 1) / kRowsAUnit, [&](int unit) {
-      context->kernels.pack_rows(matrix, rows, unit * kRowsAUnit, std::min((unit + 1) * kRowsAUnit, (int)rows->n_rows));
-    });
+    share(*context, (rows->n_rows + kRowsAUnit - 1) / kRowsAUnit,
+          [&](int unit) { context->kernels.pack_rows(matrix, rows, unit * kRowsAUnit, std::min((unit + 1) * kRowsAUnit, (int)rows->n_rows)); });
     return TL_OK;
   });
 }

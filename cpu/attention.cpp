@@ -78,22 +78,19 @@ static void round_all(int n, float *q) {
   for (int i = 0; i < n; i += kLanes) store(q + i, Kv::round(load(q + i)));
 }
 
-#define TL_BY_KV_TYPE(dtype, call_f32, call_bf16, call_f16) \
-  (dtype) == TL_F32 ? (call_f32) : (dtype) == TL_BF16 ? (call_bf16) : (call_f16)
+#define TL_BY_KV_TYPE(dtype, call_f32, call_bf16, call_f16) (dtype) == TL_F32 ? (call_f32) : (dtype) == TL_BF16 ? (call_bf16) : (call_f16)
 
 int store_k(int kv_dtype, int head_dim, const float *k, void *page, int slot) {
-  return TL_BY_KV_TYPE(kv_dtype, write_k<KvF32>(head_dim, k, (float *)page, slot),
-                       write_k<KvBf16>(head_dim, k, (uint16_t *)page, slot), write_k<KvF16>(head_dim, k, (uint16_t *)page, slot));
+  return TL_BY_KV_TYPE(kv_dtype, write_k<KvF32>(head_dim, k, (float *)page, slot), write_k<KvBf16>(head_dim, k, (uint16_t *)page, slot),
+                       write_k<KvF16>(head_dim, k, (uint16_t *)page, slot));
 }
 
 int store_v(int kv_dtype, int head_dim, const float *v, void *page, int slot) {
-  return TL_BY_KV_TYPE(kv_dtype, write_v<KvF32>(head_dim, v, (float *)page, slot),
-                       write_v<KvBf16>(head_dim, v, (uint16_t *)page, slot), write_v<KvF16>(head_dim, v, (uint16_t *)page, slot));
+  return TL_BY_KV_TYPE(kv_dtype, write_v<KvF32>(head_dim, v, (float *)page, slot), write_v<KvBf16>(head_dim, v, (uint16_t *)page, slot),
+                       write_v<KvF16>(head_dim, v, (uint16_t *)page, slot));
 }
 
-void round_q(int kv_dtype, int n, float *q) {
-  TL_BY_KV_TYPE(kv_dtype, (void)0, round_all<KvBf16>(n, q), round_all<KvF16>(n, q));
-}
+void round_q(int kv_dtype, int n, float *q) { TL_BY_KV_TYPE(kv_dtype, (void)0, round_all<KvBf16>(n, q), round_all<KvF16>(n, q)); }
 
 // ---- one chunk
 
@@ -206,9 +203,7 @@ static void attend_all(const AttendChunk *c) {
 #endif
 }
 
-void attend_chunk(const AttendChunk *c) {
-  TL_BY_KV_TYPE(c->kv_dtype, attend_all<KvF32>(c), attend_all<KvBf16>(c), attend_all<KvF16>(c));
-}
+void attend_chunk(const AttendChunk *c) { TL_BY_KV_TYPE(c->kv_dtype, attend_all<KvF32>(c), attend_all<KvBf16>(c), attend_all<KvF16>(c)); }
 
 // ---- merging
 

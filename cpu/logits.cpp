@@ -40,8 +40,7 @@ int collect_ge(int n, const float *x, float bound, int32_t *index) {
 }
 
 void exp_scaled(int n, const float *x, float top, float scale, float *y) {
-  for (int i = 0; i < n; i += kLanes)
-    store_part(y + i, exp(mul(sub(load_part(x + i, n - i), set1(top)), set1(scale))), n - i);
+  for (int i = 0; i < n; i += kLanes) store_part(y + i, exp(mul(sub(load_part(x + i, n - i), set1(top)), set1(scale))), n - i);
 }
 
 float sum(int n, const float *x) {
@@ -64,6 +63,7 @@ void gumbel_row(int n, uint64_t seed, int position, int first_token, float *out)
 }
 
 extern const Kernels kKernels;
+// clang-format off
 const Kernels kKernels = {
     TL_ISA,
     TL_ISA == 3 ? "avx512" : TL_ISA == 2 ? "avx2" : "generic",
@@ -73,6 +73,7 @@ const Kernels kKernels = {
     argmax, block_maxima, collect_ge, exp_scaled, sum, gumbel_row,
     read, enter_float_mode, leave_float_mode,
 };
+// clang-format on
 
 }  // namespace TL_ISA_NS
 }  // namespace tl

@@ -30,8 +30,8 @@ static void tile(const uint8_t *w, uint64_t panel_nbytes, const typename Dot::A 
 }
 
 template <int MR, int NR>
-static void tile_int8(const uint8_t *w, uint64_t panel_nbytes, const float *scales, int scale_panel, int scale_groups,
-                      const Int8Block &a, int n_groups, float *out, int out_stride) {
+static void tile_int8(const uint8_t *w, uint64_t panel_nbytes, const float *scales, int scale_panel, int scale_groups, const Int8Block &a,
+                      int n_groups, float *out, int out_stride) {
   vf total[MR][NR];
   TL_UNROLL for (int r = 0; r < MR; r++) TL_UNROLL for (int j = 0; j < NR; j++) total[r][j] = zero();
   for (int g = 0; g < n_groups; g++) {
@@ -50,11 +50,11 @@ static void tile_int8(const uint8_t *w, uint64_t panel_nbytes, const float *scal
     }
     if (scale_groups) {
       const float *s = scales + (uint64_t)(g / scale_groups) * kLanes;
-      TL_UNROLL for (int r = 0; r < MR; r++) TL_UNROLL for (int j = 0; j < NR; j++)
-          total[r][j] = fma(mul(to_float(acc[r][j]), load(s + j * scale_panel)), set1(a.scale[g * MR + r]), total[r][j]);
+      TL_UNROLL for (int r = 0; r < MR; r++) TL_UNROLL for (int j = 0; j < NR; j++) total[r][j] =
+          fma(mul(to_float(acc[r][j]), load(s + j * scale_panel)), set1(a.scale[g * MR + r]), total[r][j]);
     } else {
-      TL_UNROLL for (int r = 0; r < MR; r++) TL_UNROLL for (int j = 0; j < NR; j++)
-          total[r][j] = fma(to_float(acc[r][j]), set1(a.scale[g * MR + r]), total[r][j]);
+      TL_UNROLL for (int r = 0; r < MR; r++) TL_UNROLL for (int j = 0; j < NR; j++) total[r][j] =
+          fma(to_float(acc[r][j]), set1(a.scale[g * MR + r]), total[r][j]);
     }
   }
   TL_UNROLL for (int r = 0; r < MR; r++) TL_UNROLL for (int j = 0; j < NR; j++) {
@@ -124,8 +124,8 @@ static void panels_int8(const tl_matrix *w, int panel, int n_panels, const void 
   const uint8_t *data = (const uint8_t *)w->data + panel * nbytes;
   const float *scales = scale_data(w) + (uint64_t)panel * n_scales * kLanes;
   const Int8Block a = int8_block(block, n_groups, MR);
-  in_tiles<panels_in_flight_int8(MR)>(
-      n_panels, Int8Tiles<MR>{data, nbytes, scales, n_scales, w->group_size / TL_INT8_GROUP, a, n_groups, out, out_stride});
+  in_tiles<panels_in_flight_int8(MR)>(n_panels,
+                                      Int8Tiles<MR>{data, nbytes, scales, n_scales, w->group_size / TL_INT8_GROUP, a, n_groups, out, out_stride});
 }
 
 // One function per number of rows; panels_in_flight(MR) keeps MR * NR accumulators, NR weights and one operand in registers.

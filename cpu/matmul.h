@@ -126,9 +126,7 @@ struct Int8Dot {
 
 // ---- sizes
 
-TL_INLINE int columns_per_step(int dtype) {
-  return dtype == TL_INT8 ? Int8Dot::kColumns : dtype == TL_BF16 ? DotBf16::kColumns : 1;
-}
+TL_INLINE int columns_per_step(int dtype) { return dtype == TL_INT8 ? Int8Dot::kColumns : dtype == TL_BF16 ? DotBf16::kColumns : 1; }
 TL_INLINE int steps(int dtype, int n_in) {
   return dtype == TL_INT8 ? round_up(n_in, TL_INT8_GROUP) / Int8Dot::kColumns : round_up(n_in, columns_per_step(dtype)) / columns_per_step(dtype);
 }

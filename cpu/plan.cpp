@@ -97,8 +97,7 @@ void lay_out(tl_plan &p) {
 }  // namespace
 }  // namespace tl
 
-tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d)
-    : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases) {
+tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d) : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases) {
   desc.phases = nullptr;
   dim_pad = tl::pad16(d.dim);
   head_pad = tl::pad16(d.head_dim);

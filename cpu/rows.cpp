@@ -20,8 +20,7 @@ void rms_norm(int n, float eps, const float *x, const float *weight, float *y) {
   }
   const float mean = hsum(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / (float)n;
   const vf inverse = set1(1.0f / __builtin_sqrtf(mean + eps));
-  for (i = 0; i < n; i += kLanes)
-    store_part(y + i, mul(mul(load_part(x + i, n - i), inverse), load_part(weight + i, n - i)), n - i);
+  for (i = 0; i < n; i += kLanes) store_part(y + i, mul(mul(load_part(x + i, n - i), inverse), load_part(weight + i, n - i)), n - i);
 }
 
 void add_rows(int n, const float *a, const float *b, float *y) {

@@ -219,10 +219,13 @@ void run_attend(Worker &w, const Step &s) {
   const std::vector<RowBlock> &blocks = w.run.blocks;
   const int n_blocks = (int)blocks.size();
   // Later rows read more keys: every thread's range mixes early and late ones.
-  w.share(n_blocks * n_kv, [&](int unit) {
-    const int i = unit / n_kv, block = i % 2 ? n_blocks - 1 - i / 2 : i / 2;
-    attend_block(w, s, blocks[block], unit % n_kv, window);
-  }, true);
+  w.share(
+      n_blocks * n_kv,
+      [&](int unit) {
+        const int i = unit / n_kv, block = i % 2 ? n_blocks - 1 - i / 2 : i / 2;
+        attend_block(w, s, blocks[block], unit % n_kv, window);
+      },
+      true);
 }
 
 }  // namespace tl

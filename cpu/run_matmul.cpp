@@ -59,11 +59,13 @@ void multiply_private(Worker &w, const tl_matrix &m, const Source &s, int n_rows
   for (int r = 0; r < n_rows; r++) write_operand_row(w, m, s, r, block, n_rows, r);
   const int n_panels = m.n_out / kPanelRows, panels = panels_of_unit(w, n_panels, align);
   float *out = (float *)(w.memory + w.plan.scratch.t_tile);
-  w.share((n_panels + panels - 1) / panels, [&](int unit) {
-    const int panel = unit * panels, n = std::min(panels, n_panels - panel);
-    w.k.matmul(&m, panel, n, block, n_rows, out, n * kPanelRows);
-    use(Tile{0, n_rows, panel, n, out, n * kPanelRows});
-  }, w.plan.from_memory);
+  w.share((n_panels + panels - 1) / panels,
+          [&](int unit) {
+            const int panel = unit * panels, n = std::min(panels, n_panels - panel);
+            w.k.matmul(&m, panel, n, block, n_rows, out, n * kPanelRows);
+            use(Tile{0, n_rows, panel, n, out, n * kPanelRows});
+          },
+          w.plan.from_memory);
 }
 
 // Many rows: the operand is laid out once, in blocks of equal height; a unit is some panels against some blocks.
@@ -80,16 +82,19 @@ void multiply_shared(Worker &w, const tl_matrix &m, const Source &s, int n_rows,
   });
   const int panels = std::max(align, kUnitPanels / align * align), n_panel_units = (m.n_out / kPanelRows + panels - 1) / panels;
   const int blocks = std::max(1, kUnitRows / block_rows), n_row_units = (n_blocks + blocks - 1) / blocks;
-  w.share(n_panel_units * n_row_units, [&](int unit) {
-    const int panel = unit / n_row_units * panels, first = unit % n_row_units * blocks, last = std::min(first + blocks, n_blocks);
-    float *out = (float *)(w.memory + w.plan.scratch.t_tile);
-    Tile t{first * block_rows, 0, panel, std::min(panels, m.n_out / kPanelRows - panel), out, panels * kPanelRows};
-    for (int b = first; b < last; b++) {
-      w.k.matmul(&m, panel, t.n_panels, operand + b * block_nbytes, rows_of(b), t.row_out(t.n_rows), t.stride);
-      t.n_rows += rows_of(b);
-    }
-    use(t);
-  }, true);
+  w.share(
+      n_panel_units * n_row_units,
+      [&](int unit) {
+        const int panel = unit / n_row_units * panels, first = unit % n_row_units * blocks, last = std::min(first + blocks, n_blocks);
+        float *out = (float *)(w.memory + w.plan.scratch.t_tile);
+        Tile t{first * block_rows, 0, panel, std::min(panels, m.n_out / kPanelRows - panel), out, panels * kPanelRows};
+        for (int b = first; b < last; b++) {
+          w.k.matmul(&m, panel, t.n_panels, operand + b * block_nbytes, rows_of(b), t.row_out(t.n_rows), t.stride);
+          t.n_rows += rows_of(b);
+        }
+        use(t);
+      },
+      true);
 }
 
 // Every tile of W a goes to use(tile), which may write anything but the source; panels stay together in groups of `align`.

@@ -36,8 +36,7 @@ TL_INLINE __m256 scale_half(__m256 p, __m256 n) {
 }
 TL_INLINE vf scale_by_power(vf p, vf n) { return {scale_half(p.a, n.a), scale_half(p.b, n.b)}; }
 TL_INLINE vf zero_where_less(vf x, vf bound, vf y) {
-  return {_mm256_and_ps(_mm256_cmp_ps(x.a, bound.a, _CMP_NLT_UQ), y.a),
-          _mm256_and_ps(_mm256_cmp_ps(x.b, bound.b, _CMP_NLT_UQ), y.b)};
+  return {_mm256_and_ps(_mm256_cmp_ps(x.a, bound.a, _CMP_NLT_UQ), y.a), _mm256_and_ps(_mm256_cmp_ps(x.b, bound.b, _CMP_NLT_UQ), y.b)};
 }
 TL_INLINE __m256 keep_half(__m256 x, int lo, int hi, int first, float fill) {
   const __m256i i = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
@@ -46,8 +45,7 @@ TL_INLINE __m256 keep_half(__m256 x, int lo, int hi, int first, float fill) {
 }
 TL_INLINE vf keep_range(vf x, int lo, int hi, float fill) { return {keep_half(x.a, lo, hi, 0, fill), keep_half(x.b, lo, hi, 8, fill)}; }
 TL_INLINE uint32_t mask_ge(vf x, vf y) {
-  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)) |
-         (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)) << 8;
+  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)) | (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ)) << 8;
 }
 
 // One fixed tree: lanes i and i + 8, then + 4, + 2, + 1.

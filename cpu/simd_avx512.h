@@ -25,9 +25,7 @@ TL_INLINE vf scale_by_power(vf p, vf n) {
   const __m512i e = _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23);
   return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), e))};
 }
-TL_INLINE vf zero_where_less(vf x, vf bound, vf y) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_NLT_UQ), y.v)};
-}
+TL_INLINE vf zero_where_less(vf x, vf bound, vf y) { return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_NLT_UQ), y.v)}; }
 // Lanes lo <= i < hi of a, the others fill.
 TL_INLINE vf keep_range(vf a, int lo, int hi, float fill) {
   const uint32_t below_hi = hi >= 16 ? 0xffffu : hi <= 0 ? 0u : (1u << hi) - 1u;
@@ -49,9 +47,7 @@ TL_INLINE vf load_bf16(const uint16_t *p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
 }
 TL_INLINE vf load_f16(const uint16_t *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
-TL_INLINE void store_bf16(uint16_t *p, vf a) {
-  _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v));
-}
+TL_INLINE void store_bf16(uint16_t *p, vf a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 TL_INLINE void store_f16(uint16_t *p, vf a) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

@@ -8,8 +8,8 @@ struct vf {
   float v[16];
 };
 
-#define TL_LANES(expr)                     \
-  vf r;                                    \
+#define TL_LANES(expr)                        \
+  vf r;                                       \
   for (int i = 0; i < 16; i++) r.v[i] = expr; \
   return r
 

@@ -40,7 +40,8 @@ class ThreadPool {
       const uint32_t round = ++local_[thread].share;
       for (int i = 0; i < n_threads_; i++) {
         const int owner = (thread + i) % n_threads_;
-        for (int unit = first_of(owner, n) + take(owner, round); unit < first_of(owner + 1, n); unit = first_of(owner, n) + take(owner, round)) body(unit);
+        for (int unit = first_of(owner, n) + take(owner, round); unit < first_of(owner + 1, n); unit = first_of(owner, n) + take(owner, round))
+          body(unit);
       }
     } else {
       for (int unit = first_of(thread, n); unit < first_of(thread + 1, n); unit++) body(unit);

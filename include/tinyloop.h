@@ -234,21 +234,19 @@ typedef struct tl_matmul_args {
 TL_API tl_status tl_op_matmul(tl_context *context, const tl_matmul_args *args, void *stream);
 
 /* y = weight * x / sqrt(mean(x^2) + eps), row by row. */
-TL_API tl_status tl_op_rms_norm(tl_context *context, int32_t n_rows, int32_t dim, float eps, const float *x,
-                                const float *weight, float *y, void *stream);
+TL_API tl_status tl_op_rms_norm(tl_context *context, int32_t n_rows, int32_t dim, float eps, const float *x, const float *weight, float *y,
+                                void *stream);
 
 /* y = act(gate) * up, or act(up) where gate is NULL. */
-TL_API tl_status tl_op_activation(tl_context *context, int32_t act, int64_t n, const float *gate, const float *up,
-                                  float *y, void *stream);
+TL_API tl_status tl_op_activation(tl_context *context, int32_t act, int64_t n, const float *gate, const float *up, float *y, void *stream);
 
 /* work: memory, tl_op_sample_work_floats(vocab_size) floats. */
 TL_API uint64_t tl_op_sample_work_floats(int32_t vocab_size);
-TL_API tl_status tl_op_sample(tl_context *context, int32_t vocab_size, const tl_sampling *sampling, const float *logits,
-                              float *work, int32_t *token, void *stream);
+TL_API tl_status tl_op_sample(tl_context *context, int32_t vocab_size, const tl_sampling *sampling, const float *logits, float *work, int32_t *token,
+                              void *stream);
 
 /* Reads nbytes n_repeats times with every thread and reports the rate: what the memory under a set of this size allows. */
-TL_API tl_status tl_probe_read(tl_context *context, const void *data, uint64_t nbytes, int32_t n_repeats,
-                               double *bytes_per_second, void *stream);
+TL_API tl_status tl_probe_read(tl_context *context, const void *data, uint64_t nbytes, int32_t n_repeats, double *bytes_per_second, void *stream);
 
 #ifdef __cplusplus
 }
