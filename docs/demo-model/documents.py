@@ -12,7 +12,8 @@ END_OF_TEXT, END = "<|endoftext|>", "<|end|>"
 SPECIAL = [END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", END]  # token ids 0 to 4
 STOP_IDS = [0, 4]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -1,6 +1,6 @@
 """Held-out loss of a `.tinyloop` file at every depth, and fixed samples, in plain PyTorch.
 
-    python evaluate.py demo.tinyloop heldout.txt
+python evaluate.py demo.tinyloop heldout.txt
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ SAMPLES = (
     chat("You are Tom, the patient gardener at Green Hill. Keep your answers short.", [], "How do I grow tomatoes?"),
     chat("You work at the help desk of Maple Square Shop.", [], "My kettle does not turn on. What should I do?"),
     chat(
-        "You are a science teacher. Use simple words.", [("Why does ice float?", "Ice is lighter than water. That is why it stays on top.")], "Why is the sky blue?"
+        "You are a science teacher. Use simple words.",
+        [("Why does ice float?", "Ice is lighter than water. That is why it stays on top.")],
+        "Why is the sky blue?",
     ),
     chat("You are Clara, a cheerful cook.", [], "What goes well with apples?"),
     "Once upon a time, in a small village by the sea, there lived a young",
-)  # fmt: skip
+)
 
 
 @torch.inference_mode()
-def depth_losses(c: ModelConfig, weights: Weights, documents: list[np.ndarray], loops: int, dtype: torch.dtype = torch.float32, n_rows: int = 32) -> list[float]:
+def depth_losses(
+    c: ModelConfig, weights: Weights, documents: list[np.ndarray], loops: int, dtype: torch.dtype = torch.float32, n_rows: int = 32
+) -> list[float]:
     """Mean nats a token after 1, 2, ... loops; each document by itself, cut at trained_seq_len."""
     device = weights["embed.weight"].device
     documents = sorted((torch.from_numpy(d[: c.trained_seq_len + 1]).long() for d in documents), key=len)

@@ -25,11 +25,12 @@ def draw(logits: Tensor, temperature: float, min_p: float) -> Tensor:
 @torch.inference_mode()
 def generate(
     c: ModelConfig, weights: Weights, prompts: list[list[int]], *, loops: int, max_tokens: int, stop_ids: list[int], temperature: float = 0.0,
-    min_p: float = 0.0, keep_unfinished: bool = False, give_up: float = 0.0, prefill_rows: int = 512,
+    min_p: float = 0.0, penalty: float = 0.0, keep_unfinished: bool = False, give_up: float = 0.0, prefill_rows: int = 512,
 ) -> list[list[int] | None]:  # fmt: skip
     """The new tokens of each prompt without the stop token; None where none came within `max_tokens`, unless `keep_unfinished`.
 
-    Once no more than the share `give_up` of the sequences is still running, these count as unfinished.
+    A token's logit falls by `penalty` for each time that it was drawn. Once no more than the share `give_up` of the
+    sequences is still running, these count as unfinished.
     """
     device, dtype = weights["embed.weight"].device, weights["embed.weight"].dtype
     n_prompt = torch.tensor([len(p) for p in prompts], device=device)
@@ -50,11 +51,17 @@ def generate(
         last[rows] = x[torch.arange(len(rows), device=device), n_prompt[rows] - 1]
     x = last
 
-    # Decode; `running` maps the rows of the cache to prompts and shrinks when half of them have stopped.
+    # Decode; `running` maps the rows of the cache to prompts and shrinks when a quarter of them have stopped.
     running = torch.arange(len(prompts), device=device)
     cache.rows = running[:, None]
+    n_drawn = torch.zeros((len(prompts), c.vocab_size), dtype=torch.uint8 if penalty else torch.bool, device=device)
     for n in range(max_tokens):
-        token = draw(head(c, weights, x, dtype), temperature, min_p)
+        logits = head(c, weights, x, dtype)
+        if penalty:
+            logits -= penalty * n_drawn[running]
+        token = draw(logits, temperature, min_p)
+        if penalty:
+            n_drawn[running, token] += 1
         stopped = torch.isin(token, stops) & (n_new[running] < 0)
         n_new[running[stopped]] = n
         new[running, n] = token
@@ -63,7 +70,7 @@ def generate(
             n_alive = int(alive.sum())
             if n_alive <= give_up * len(prompts):
                 break
-            if n_alive <= len(running) // 2:
+            if n_alive <= 0.75 * len(running):
                 keep = alive.nonzero().flatten()
                 cache.keep(keep)
                 running, token = running[keep], token[keep]

@@ -56,7 +56,9 @@ def causal(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def run_loop(c: ModelConfig, weights: Weights, x: Tensor, e: Tensor, rope: tuple[Tensor, Tensor], dtype: torch.dtype, attend: Attend = causal) -> Tensor:
+def run_loop(
+    c: ModelConfig, weights: Weights, x: Tensor, e: Tensor, rope: tuple[Tensor, Tensor], dtype: torch.dtype, attend: Attend = causal
+) -> Tensor:
     """Apply the core once: inject, the layers, the loop norm. x and e are float32, matrix products run in `dtype`."""
 
     def linear(name: str, y: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def hidden_states(
     pos = torch.arange(tokens.shape[1], device=tokens.device)[None] if pos is None else pos
     rope = rope_table(c, pos)
     e = F.embedding(tokens, weights["embed.weight"]).float() * c.embed_scale
-    x = torch.zeros_like(e) if c.state_init == "zero" else e
+    x = 0 * e if c.state_init == "zero" else e  # not zeros(): with a gradient, so that every loop compiles to the same program
     for loop in range(loops):
         x = step(c, weights, x, e, rope, dtype, partial(cache.attend, loop * c.n_core, pos) if cache else causal)
         yield x

@@ -12,17 +12,18 @@ import argparse
 import random
 import re
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from documents import END_OF_TEXT
 from generate import generate
 from looped import Weights
-from topics import EXAMPLES, FAMILIES, STORY_HINT, STORY_REQUESTS, fill, question, system_prompt
+from topics import EXAMPLES, FAMILIES, STORY_HINT, STORY_REQUEST_HINT, STORY_REQUESTS, fill, question, system_prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from tinyloop_py.config import ModelConfig
 
-END_OF_TEXT = "<|endoftext|>"
 PARTS = {
     "embed_tokens": "embed", "norm": "final_norm", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
     **{f"self_attn.{p}_proj": f"attn.{p}" for p in "qkvo"}, **{f"mlp.{p}_proj": f"mlp.{p}" for p in ("gate", "up", "down")},
@@ -30,14 +31,17 @@ PARTS = {
 PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": " - ", "\u2026": "...", "\u00a0": " "})
 # Refusals, talk about being a program, lists and markup, which a model of 8M parameters should not spend itself on.
 UNWANTED = re.compile(
-    r"\b(?:as an? (?:ai|artificial|language|digital|virtual|machine)|ai (?:language )?(?:model|assistant)|language model|sorry for (?:any|the) (?:confusion|offense|misunderstanding|inconvenience)|assistant named|hugging face|smollm|"
-    r"i'm sorry, but i|i(?:'m| am) (?:not able|unable) to|i (?:cannot|can't) (?:assist|help|provide|fulfill|browse)|text-based|here(?:'s| is| are) (?:a|an|the|some|two|three|four|five|your)\b"
-    r"[^.\n]*:)|https?:|www\.|[*#|`<>{}\[\]_=\\@]|^\s*(?:\d+[.)]|-)\s",
+    r"\b(?:as an? (?:ai|artificial|language|digital|virtual|machine)|ai (?:language )?(?:model|assistant)|language model"
+    r"|assistant named|hugging face|smollm|text-based|sorry for (?:any|the) (?:confusion|offense|misunderstanding|inconvenience)"
+    r"|i'm sorry, but i|i(?:'m| am) (?:not able|unable) to"
+    r"|i (?:cannot|can't) (?:assist|help|provide|fulfill|browse)|here(?:'s| is| are) (?:a|an|the|some|two|three|four|five|your)\b[^.\n]*:)"
+    r"|https?:|www\.|[*#|`<>{}\[\]_=\\@]|^\s*(?:\d+[.)]|-)\s",
     re.IGNORECASE | re.MULTILINE,
 )
+Teacher = tuple[ModelConfig, Weights, PreTrainedTokenizerBase]
 
 
-def load_teacher(path: Path, device: str) -> tuple[ModelConfig, Weights, PreTrainedTokenizerBase]:
+def load_teacher(path: Path, device: str) -> Teacher:
     """A Llama in a GGUF file, as a config and tensors that `looped.py` runs: one loop of n_layers."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -69,7 +73,8 @@ def clean(text: str, shortest: int, longest: int) -> str | None:
     """The text in plain ASCII, or None where it is no good: too short, too long, unwanted, unfinished, repeating itself or an example."""
     text = re.sub(r"[ \t]+", " ", text.translate(PLAIN)).strip()
     text = re.sub(r" ?\n ?", "\n", re.sub(r"\n{3,}", "\n\n", text))
-    if not (shortest <= len(text) <= longest and text.isascii() and text[-1] in '.!?"' and text[0].isupper() | (text[0] == '"')):
+    finished = re.search(r'[.!?"]$|,\n[A-Z][\w. ]{1,24}$', text)  # the second is a letter's signature
+    if not (finished and shortest <= len(text) <= longest and text.isascii() and re.match(r'[A-Z"]', text)):
         return None
     fours = runs(text, 4)
     if UNWANTED.search(text) or (fours and len(set(fours)) < 0.9 * len(fours)) or not EXAMPLE_RUNS.isdisjoint(runs(text, 5)):
@@ -98,20 +103,23 @@ def chat(system: str, exchanges: tuple[tuple[str, str], ...], user: str) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
 
 
-def write_documents(kind: str, n: int, rng: random.Random, teacher: tuple[ModelConfig, Weights, PreTrainedTokenizerBase], seen: set[int]) -> tuple[list[str], int]:
-    """Documents of one batch of about `n` answers, and how many answers were kept; `seen` holds the hashes of answers of earlier batches."""
+def write_documents(kind: str, n: int, rng: random.Random, teacher: Teacher, seen: set[int]) -> tuple[list[str], int]:
+    """Documents of one batch of about `n` answers, and how many were kept; `seen` holds the hashes of earlier answers."""
     config, weights, tokenizer = teacher
+    is_story = kind != "dialogue"
     documents, chats = [], []
     for family, questions in plan(kind, n, rng):
-        system = STORY_HINT if kind == "story" else system_prompt(family, rng)
+        system = system_prompt(family, rng) if family in FAMILIES else ""
         documents.append((system, questions))
         for q in questions:
-            examples = () if kind == "story" else (rng.choice(EXAMPLES[family]),)
-            chats.append(chat(system if kind == "story" else f"{system} {FAMILIES[family].hint}", examples, q))
-    is_story = kind != "dialogue"
+            if is_story:
+                chats.append(chat(f"{system} {STORY_HINT}".strip(), (), f"{q} {STORY_REQUEST_HINT}"))
+            else:
+                chats.append(chat(f"{system} {FAMILIES[family].hint}", (rng.choice(EXAMPLES[family]),), q))
+    stop_ids = [tokenizer.convert_tokens_to_ids("<|im_end|>"), 0]  # not eos_token_id, which transformers reads differently from version to version
     replies = generate(
-        config, weights, tokenizer(chats)["input_ids"], loops=1, max_tokens=400 if is_story else 160, stop_ids=[tokenizer.eos_token_id, 0], temperature=0.7,
-        min_p=0.08, give_up=0.04,
+        config, weights, tokenizer(chats)["input_ids"], loops=1, max_tokens=360 if is_story else 160, stop_ids=stop_ids, temperature=0.7,
+        min_p=0.06 if is_story else 0.08, penalty=0.1 if is_story else 0.0, give_up=0.1,
     )  # fmt: skip
     texts = iter(tokenizer.batch_decode([r or [] for r in replies]))
     out, n_kept = [], 0
@@ -147,22 +155,24 @@ def main() -> None:
 
     documents: list[str] = []
     seen: set[int] = set()
-    kinds = ("dialogue", "story", "dialogue", "dialogue", "storyteller")
+    kinds = ("dialogue", "dialogue", "story", "dialogue", "dialogue", "storyteller")
     start, batch_seconds, n_batches = time.monotonic(), 0.0, 0
     while (now := time.monotonic()) + batch_seconds < start + 60 * args.minutes or n_batches == 0:
         kind = kinds[n_batches % len(kinds)]
         new, n_kept = write_documents(kind, args.batch, rng, teacher, seen)
+        if n_kept < 0.1 * args.batch:
+            raise SystemExit(f"only {n_kept} of {args.batch} answers are usable: is this SmolLM2-135M-Instruct?")
         documents += new
         n_batches += 1
         batch_seconds = time.monotonic() - now
-        print(f"{now - start + batch_seconds:.0f} s: {kind}, kept {n_kept / args.batch:.0%}, {sum(map(len, documents)) / 1e6:.1f} MB in all, batch {batch_seconds:.1f} s", flush=True)
+        n_bytes = sum(map(len, documents))
+        print(
+            f"{now - start + batch_seconds:.0f} s: {kind}, kept {n_kept / args.batch:.0%} in {batch_seconds:.1f} s, {n_bytes / 1e6:.1f} MB in all",
+            flush=True,
+        )
 
     rng.shuffle(documents)
-    sizes = 0
-    for n_heldout, document in enumerate(documents):  # noqa: B007
-        if sizes >= 1000 * args.heldout_kb:
-            break
-        sizes += len(document)
+    n_heldout = sum(size <= 1000 * args.heldout_kb for size in accumulate(map(len, documents)))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "heldout.txt").write_text("".join(documents[:n_heldout]))
     (args.out / "train.txt").write_text("".join(documents[n_heldout:]))

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (word lists)
 """What the demo model's text is about: families of system prompts and questions, filled from word lists.
 
 `{word}` in a template draws from WORDS. A family has openings ("You are ...", the part that the teacher and the student
@@ -11,10 +12,10 @@ import re
 from dataclasses import dataclass
 
 STYLES = (
-    "Answer in short, simple sentences. | Keep your answers short. | Use simple words. | Answer in a few sentences. | Be kind and clear. | "
-    "Keep it short and friendly. | Give short answers in plain English. | Explain things simply. | Be brief. | Be polite and helpful. | "
-    "Always answer in a friendly way. | You like short answers. |  |  | "
-).split(" | ")
+    "Answer in short, simple sentences.", "Keep your answers short.", "Use simple words.", "Answer in a few sentences.", "Be kind and clear.",
+    "Keep it short and friendly.", "Give short answers in plain English.", "Explain things simply.", "Be brief.", "Be polite and helpful.",
+    "Always answer in a friendly way.", "You like short answers.", "", "", "",
+)  # fmt: skip
 
 
 def _words(text: str) -> list[str]:
@@ -186,117 +187,123 @@ class Family:
     weight: float = 1.0  # share of the requests
 
 
-def _roles(*roles: str) -> tuple[str, ...]:
+STORY_HINT = "You write very short stories for children in plain English."
+STORY_REQUEST_HINT = "Write only one short paragraph."
+
+
+def _roles(*roles: str, also: tuple[str, ...] = ()) -> tuple[str, ...]:
     """System prompts for "cook who ..." roles: with and without a name, a trait, a place."""
-    shapes = ("You are a {trait} %s.", "You are {name}, a {trait} %s.", "You are {name}, the %s.", "You are the %s of {place}.", "You are {name}, the {trait} %s at {place}.", "You are a %s.")
-    return tuple(shape % role for shape in shapes for role in roles)
+    shapes = (
+        "You are a {trait} %s.",
+        "You are {name}, a {trait} %s.",
+        "You are {name}, the %s.",
+        "You are the %s of {place}.",
+        "You are {name}, the {trait} %s at {place}.",
+        "You are a %s.",
+    )
+    return (*(shape % role for shape in shapes for role in roles), *also)
 
 
 FAMILIES = {
     "storyteller": Family(
-        _roles("storyteller for children", "storyteller", "grandparent who tells bedtime stories") + ("You tell short stories to children.", "You write short bedtime stories."),
+        _roles("storyteller for children", "storyteller", "grandparent who tells bedtime stories", also=("You tell short stories to children.", "You write short bedtime stories.")),
         ("Tell me a story about a {adj} {animal}.", "Tell me a story about a {adj} {person} who {event}.", "Tell me about a {animal} who {event}.", "Can you tell a story {setting}?",
          "I want a story about a {animal} and a {person}.", "Tell me a bedtime story about a {adj} {animal} {setting}.", "Write a short story about a {person} {setting}."),
-        "Tell a very short story of five to seven short, simple sentences. Give it an ending.", 3.0,
+        STORY_HINT,
     ),
     "cook": Family(
-        _roles("cook", "home cook", "chef", "baker", "cooking teacher") + ("You help people cook at home.",),
+        _roles("cook", "home cook", "chef", "baker", "cooking teacher", also=("You help people cook at home.",)),
         ("How do I make {dish}?", "What goes well with {food}?", "What can I cook with {food} and {food}?", "How do I store {food}?", "How long does it take to make {dish}?",
          "What can I use instead of {food}?", "Can you help me with {dish}?", "What should I make for dinner with {food}?", "Is {dish} hard to make?"),
     ),
     "gardener": Family(
-        _roles("gardener", "gardener who helps beginners", "plant shop owner", "farmer") + ("You answer questions about plants and gardens.",),
+        _roles("gardener", "gardener who helps beginners", "plant shop owner", "farmer", also=("You answer questions about plants and gardens.",)),
         ("How do I grow {plant}?", "When should I plant {plant}?", "How often should I water {plant}?", "Why are the leaves of my {plant} turning yellow?", "How do I protect {plant} from {pest}?",
          "Can I grow {plant} in a pot?", "Do {plant} need a lot of sun?", "What grows well next to {plant}?"),
     ),
     "science": Family(
-        _roles("science teacher", "teacher for young children", "scientist who explains things to children") + ("You explain science to children.",),
+        _roles("science teacher", "teacher for young children", "scientist who explains things to children", also=("You explain science to children.",)),
         ("What is {science}?", "Why {why}?", "Can you explain {science} to a child?", "How does {science} work?", "Tell me something about {science}.", "Why is {science} important?",
          "Give me an example of {science}."),
         weight=1.5,
     ),
     "shop": Family(
-        _roles("shop assistant", "help desk agent for an online shop", "customer service agent", "store manager") + ("You answer customers of the {place} Store.", "You work at the help desk of {place} Shop."),
+        _roles("shop assistant", "help desk agent for an online shop", "customer service agent", "store manager", also=("You answer customers of the {place} Store.", "You work at the help desk of {place} Shop.")),
         ("My {product} {problem}. What should I do?", "I bought a {product} {time} and it {problem}.", "Can I return a {product} that I bought {time}?", "Do you have a {product} in blue?",
          "Where is my order? I ordered a {product} {time}.", "How do I clean my {product}?", "Which {product} is good for a beginner?", "How long does delivery of a {product} take?",
          "Can I change my order from a {product} to a {product}?"),
     ),
     "travel": Family(
-        _roles("travel guide", "tour guide", "travel agent", "hotel receptionist") + ("You help people plan trips.",),
+        _roles("travel guide", "tour guide", "travel agent", "hotel receptionist", also=("You help people plan trips.",)),
         ("What should I see in {city}?", "When is the best time to visit {country}?", "What food should I try in {country}?", "How do I get around in {city}?", "What should I pack for a trip to {country}?",
          "Is {city} good for children?", "I have one day in {city}. What should I do?", "Tell me about {city}.", "What is {country} famous for?"),
     ),
     "poet": Family(
-        _roles("poet", "poet who writes short rhymes", "writer of songs for children") + ("You write short poems.",),
+        _roles("poet", "poet who writes short rhymes", "writer of songs for children", also=("You write short poems.",)),
         ("Write a short poem about {thing}.", "Write four lines about {thing}.", "Can you write a rhyme about {thing}?", "I need a poem about {thing} and {thing}."),
         "Write a poem of four short lines that rhyme.",
     ),
     "history": Family(
-        _roles("history teacher", "museum guide", "historian") + ("You answer questions about history.",),
+        _roles("history teacher", "museum guide", "historian", also=("You answer questions about history.",)),
         ("What was {history}?", "Tell me about {history}.", "Why was {history} important?", "Who was {figure}?", "What did {figure} do?", "Why do we remember {figure}?", "When was {history}?",
          "How did people live in the time of {history}?"),
     ),
     "coach": Family(
-        _roles("life coach", "health coach", "school counselor", "good listener") + ("You give people simple advice.",),
+        _roles("life coach", "health coach", "school counselor", "good listener", also=("You give people simple advice.",)),
         ("How can I {goal}?", "I want to {goal}. Where do I start?", "Why is it hard to {goal}?", "Give me one tip to {goal}.", "I feel {feeling} because {reason}.", "What can I do when I feel {feeling}?"),
         weight=1.3,
     ),
     "friend": Family(
-        _roles("friend", "neighbor who likes to chat", "pen friend", "grandmother", "companion") + ("You are a good friend who likes to talk.",),
+        _roles("friend", "neighbor who likes to chat", "pen friend", "grandmother", "companion", also=("You are a good friend who likes to talk.",)),
         ("I feel {feeling} today.", "I am {feeling} because {reason}.", "Guess what: {reason}.", "What do you think about {thing}?", "Do you like {thing}?", "What is your favorite {animal} story?",
          "Tell me a joke about a {animal}.", "What should I do today? I feel {feeling}."),
         "Answer like a friend, in two or three short, simple sentences.", 1.3,
     ),
     "zoo": Family(
-        _roles("zoo keeper", "vet", "animal expert", "park ranger") + ("You answer questions about animals.",),
+        _roles("zoo keeper", "vet", "animal expert", "park ranger", also=("You answer questions about animals.",)),
         ("What does a {animal} eat?", "Where does a {animal} live?", "How long does a {animal} live?", "How does a {animal} sleep?", "Is a {animal} dangerous?", "What is special about a {animal}?",
          "What is the difference between a {animal} and a {animal}?", "How does a {animal} protect itself?", "Tell me a fun fact about the {animal}.", "How do I help a hurt {animal}?"),
         weight=1.3,
     ),
     "letters": Family(
-        _roles("secretary", "writing helper", "assistant who writes letters") + ("You write short notes and letters.",),
+        _roles("secretary", "writing helper", "assistant who writes letters", also=("You write short notes and letters.",)),
         ("Write a thank-you note to {who} for {gift}.", "Write a short message to {who} about {occasion}.", "Help me invite {who} to dinner.", "Write a short note to say sorry to {who} because {reason}.",
          "What should I write to {who} for {occasion}?"),
         "Write a short note of three or four simple sentences.",
     ),
     "words": Family(
-        _roles("English teacher", "language teacher", "dictionary helper") + ("You explain English words.",),
+        _roles("English teacher", "language teacher", "dictionary helper", also=("You explain English words.",)),
         ("What does the word {word} mean?", "Use the word {word} in a sentence.", "What is the opposite of {word}?", "Give me a word that means the same as {word}.", "When do I use the word {word}?",
          "What is the difference between {word} and {word}?"),
     ),
     "hobby": Family(
-        _roles("sports coach", "music teacher", "hobby teacher", "trainer") + ("You help people with their hobbies.",),
+        _roles("sports coach", "music teacher", "hobby teacher", "trainer", also=("You help people with their hobbies.",)),
         ("How do I get better at {sport}?", "How do I start with {sport}?", "What do I need for {sport}?", "Is {sport} hard to learn?", "Why do people like {sport}?", "How often should I practice {sport}?",
          "I like {sport} and {sport}. Which one should I choose?"),
     ),
     "handyman": Family(
-        _roles("handyman", "builder", "repair shop owner", "neighbor who fixes things") + ("You help people fix things at home.",),
+        _roles("handyman", "builder", "repair shop owner", "neighbor who fixes things", also=("You help people fix things at home.",)),
         ("How do I fix {repair}?", "I have {repair}. What should I do?", "What is a {tool} for?", "Which tools do I need to fix {repair}?", "How do I use a {tool} safely?", "Is it hard to fix {repair}?"),
     ),
     "library": Family(
-        _roles("librarian", "bookshop owner", "book lover") + ("You help people find books.",),
+        _roles("librarian", "bookshop owner", "book lover", also=("You help people find books.",)),
         ("Can you suggest a book about {topic}?", "I like stories about {topic}. What should I read?", "What makes a good story about {topic}?", "My child likes {topic}. Which book is good?",
          "Tell me about a book with a {animal} in it.", "Why do people read about {topic}?"),
         weight=0.7,
     ),
     "space": Family(
-        _roles("astronomer", "space guide", "astronaut", "planetarium guide") + ("You tell people about space.",),
+        _roles("astronomer", "space guide", "astronaut", "planetarium guide", also=("You tell people about space.",)),
         ("What is {sky}?", "Tell me about {sky}.", "How far away is {sky}?", "Can I see {sky} at night?", "What would happen if I went to {sky}?", "How do we know about {sky}?"),
         weight=0.7,
     ),
     "jobs": Family(
-        _roles("career adviser", "school teacher", "radio host") + ("You explain jobs to children.",),
+        _roles("career adviser", "school teacher", "radio host", also=("You explain jobs to children.",)),
         ("What does {job} do?", "How do I become {job}?", "Is it hard to be {job}?", "What is a day like for {job}?", "Why do we need {job}?", "What tools does {job} use?"),
         weight=0.7,
     ),
 }  # fmt: skip
 
 EXAMPLES = {  # what the teacher sees before the question, so that its answers are short and plain; not in the text
-    "storyteller": (
-        ("Tell me a story about a slow turtle.", 'A slow turtle lived by a pond. One day, the fox laughed at him and said, "You will never see the hill." The turtle said nothing and started to walk. He walked all day and all night. In the morning he stood on the hill and saw the sun rise. The fox was still asleep. The turtle smiled and ate a sweet leaf.'),
-        ("Tell me about a girl who finds a red balloon.", "Ella found a red balloon in the park. It was stuck in a tree. She asked a tall man to help her, and he pulled it down. Under the tree, a little boy was crying because he had lost it. Ella gave him the balloon. He laughed, and they played together until dinner."),
-        ("Tell me a story about a cold winter night.", "It was a cold winter night, and Mr. Brown had no wood for the fire. He put on his coat and went out. At the gate he met a big dog with snow on its nose. \"You look cold too,\" said Mr. Brown, and he let the dog come in. The dog lay down on his feet. Soon they were both warm, and they slept until morning."),
-    ),
     "cook": (
         ("How do I boil an egg?", "Put the egg in a small pot and cover it with cold water. Bring the water to a boil and wait eight minutes. Then cool the egg in cold water and peel it."),
         ("What goes well with plums?", "Plums taste good with yogurt, nuts and a little honey. You can also bake them in a cake. Try them with cinnamon."),
@@ -372,7 +379,6 @@ STORY_REQUESTS = (
     "Write a short story about a {person} and a {animal} {setting}.", "Write a short story about {name}, who {event}.", "Write a short story about {name} and {name} {setting}.",
     "Write a short story {setting} about a {adj} {person}.", "Write a short story about a {person} who {event} {setting}.", "Write a short story about {name}, a {adj} {animal}.",
 )  # fmt: skip
-STORY_HINT = "You write short, simple stories for children in plain English. Use short sentences. Give the story a clear ending."
 
 
 def fill(template: str, rng: random.Random) -> str:
