@@ -215,7 +215,6 @@ cdef class Engine:
             seq.release()
         return out
 
-
     def time_rows(self, const int32_t[::1] tokens, int first, int loops):
         """Seconds of one step that runs these rows at positions from `first` on, their keys and values before it unspecified.
 
