@@ -15,10 +15,14 @@ if not any(_folder.glob("engine.*.so")):
 try:
     from .config import ModelConfig
     from .errors import FormatError, OutOfMemoryError, PoolFullError
+    from .logprobs import TokenLogprobs
     from .model import Model
     from .model_writer import save_model
     from .pool import PrefixPool
     from .pool_report import PoolStats, PrefixEntry
+    from .prefix_cache import PrefixCache
+    from .text_stream import TextStream
+    from .token_stream import TokenStream
     from .weights import WeightTensor
 except ModuleNotFoundError as _error:
     if not (_error.name or "").startswith("tinyloop_py."):
@@ -40,8 +44,12 @@ __all__ = [
     "OutOfMemoryError",
     "PoolFullError",
     "PoolStats",
+    "PrefixCache",
     "PrefixEntry",
     "PrefixPool",
+    "TextStream",
+    "TokenLogprobs",
+    "TokenStream",
     "WeightTensor",
     "demo_model",
     "save_model",
