@@ -15,13 +15,13 @@ if not any(_folder.glob("engine.*.so")):
 try:
     from .config import ModelConfig
     from .errors import FormatError, OutOfMemoryError, PoolFullError
-    from .logprobs import TokenLogprobs
     from .model import Model
     from .model_writer import save_model
     from .pool import PrefixPool
     from .pool_report import PoolStats, PrefixEntry
     from .prefix_cache import PrefixCache
     from .text_stream import TextStream
+    from .token_logprobs import TokenLogprobs
     from .token_stream import TokenStream
     from .weights import WeightTensor
 except ModuleNotFoundError as _error:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from .logprobs import TokenLogprobs
 from .stop_text import StopText
 from .text_decoder import TextDecoder
+from .token_logprobs import TokenLogprobs
 from .token_stream import TokenStream
 
 if TYPE_CHECKING:

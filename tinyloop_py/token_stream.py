@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from .logprobs import TokenLogprobs, token_logprobs
+from .token_logprobs import TokenLogprobs, token_logprobs
 
 if TYPE_CHECKING:
     from .generation import Generation
