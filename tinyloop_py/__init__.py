@@ -7,7 +7,7 @@ from importlib.metadata import version as _version
 from pathlib import Path as _Path
 
 _folder = _Path(__file__).resolve().parent
-if not any(_folder.glob("model.*.so")):
+if not any(_folder.glob("engine.*.so")):
     # Python started in a clone finds the source folder first, which has nothing compiled: go on with the installed package.
     _spec = _PathFinder.find_spec("tinyloop_py", [p for p in _sys.path if _Path(p).resolve() != _folder.parent])
     __path__ = list((_spec and _spec.submodule_search_locations) or __path__)
@@ -19,6 +19,10 @@ try:
     from .model_writer import save_model
     from .pool import PrefixPool
     from .pool_report import PoolStats, PrefixEntry
+    from .prefix_cache import PrefixCache
+    from .text_stream import TextStream
+    from .token_logprobs import TokenLogprobs
+    from .token_stream import TokenStream
     from .weights import WeightTensor
 except ModuleNotFoundError as _error:
     if not (_error.name or "").startswith("tinyloop_py."):
@@ -40,8 +44,12 @@ __all__ = [
     "OutOfMemoryError",
     "PoolFullError",
     "PoolStats",
+    "PrefixCache",
     "PrefixEntry",
     "PrefixPool",
+    "TextStream",
+    "TokenLogprobs",
+    "TokenStream",
     "WeightTensor",
     "demo_model",
     "save_model",
