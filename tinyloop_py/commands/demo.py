@@ -125,9 +125,8 @@ class Show:
         return ids
 
     def start(self, prompt: list[int], pool: Any, loops: int | None = None, max_tokens: int | None = None) -> Any:
-        return self.model._start(
-            prompt, self.max_tokens if max_tokens is None else max_tokens, loops or self.loops, pool=pool, top_k=0, **SAMPLING
-        )  # fmt: skip
+        n = self.max_tokens if max_tokens is None else max_tokens
+        return self.model.generate_stream(prompt, n, loops or self.loops, pool=pool, top_k=0, **SAMPLING)
 
     def first_token_seconds(self, prompt: list[int], pools: tuple[Any, ...]) -> list[float]:
         """Median time to the first token with each pool (None: without), alternating."""
@@ -135,33 +134,32 @@ class Show:
         for _ in range(N_TIMINGS):
             for pool, times in zip(pools, seconds, strict=True):
                 begin = time.perf_counter()
-                generation = self.start(prompt, pool, max_tokens=1)
-                next(generation)
+                next(self.start(prompt, pool, max_tokens=1))
                 times.append(time.perf_counter() - begin)
         return [median(times) for times in seconds]
 
     def answer(self, prompt: list[int], pool: Any, loops: int | None = None) -> tuple[list[int], int, float]:
         """Print an answer as it comes; (its tokens, prompt tokens that came from the pool, tokens per second after the first)."""
-        from ..text_stream import TextStream
+        from ..text_decoder import TextDecoder
 
-        stream = TextStream(self.model.tokenizer)
-        generation = self.start(prompt, pool, loops)
+        decoder = TextDecoder(self.model.tokenizer)
+        stream = self.start(prompt, pool, loops)
         begin = time.perf_counter()
         tokens = []
-        for token in generation:
+        for token in stream:
             tokens.append(token)
-            sys.stdout.write(stream.push(token).replace("\n", "\n  "))
+            sys.stdout.write(decoder.push(token).replace("\n", "\n  "))
             sys.stdout.flush()
         seconds = time.perf_counter() - begin
-        print(stream.flush() + (" ..." if generation.finish_reason == "length" else ""))
-        return tokens, len(prompt) - generation.n_prefilled, (len(tokens) - 1) / seconds
+        print(decoder.flush() + (" ..." if stream.finish_reason == "length" else ""))
+        return tokens, stream.cached_tokens, (len(tokens) - 1) / seconds
 
     def request(self, pool: Any, tenant: Tenant, prefix: list[int], question: str) -> float:
         """Answer through the pool, check the answer against one without it, and say what the pool saved; returns the speed-up."""
         prompt = prefix + self.encode(f"<|user|>{question}<|end|><|assistant|>")
         sys.stdout.write(f"{tenant.name}: {question}\n  ")
         tokens, n_matched, rate = self.answer(prompt, pool)
-        if prompt + tokens != self.start(prompt, None).run():
+        if tokens != list(self.start(prompt, None)):
             raise RuntimeError(f"the pool changed the answer to {question!r}: please report this with what `python -m tinyloop_py` prints")
         warm, cold = self.first_token_seconds(prompt, (pool, None))
         print(
