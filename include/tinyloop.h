@@ -26,7 +26,7 @@ extern "C" {
 #define TL_KEY_CHUNK 64        /* keys in one attention chunk, at absolute positions */
 #define TL_CHUNK_GROUP 16      /* attention chunks merged before groups merge */
 #define TL_K_CHUNK 256         /* inner-dimension chunk of a matrix product, each summed from zero */
-#define TL_KV_GROUP 32         /* dimensions of a head that share a scale and a zero of int4 keys and values */
+#define TL_KV_GROUP 32         /* dimensions of a head that share a scale and a zero of int4 values */
 #define TL_INT8_GROUP 32       /* inner-dimension group that shares one scale of the quantised activations */
 #define TL_STAGE_PRELUDE 0     /* rows of a page table: prelude, coda, then one per core loop */
 #define TL_STAGE_CODA 1
@@ -218,10 +218,10 @@ TL_API tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *str
 TL_API tl_status tl_plan_n_clamped(const tl_plan *plan, uint64_t *n_clamped);
 
 /* One page between the backend's layout and the canonical one: keys and values, (n_layers of the part, n_kv_heads, 16) rows
- * each, in memory. A row is head_dim values of a float type. Of TL_INT8, head_dim signed codes and a bfloat16 scale; of
- * TL_INT4, head_dim codes two to a byte, the even dimension in the low half, then ceil(head_dim / TL_KV_GROUP) bfloat16
- * scales and as many zeros: value = scale * code + zero, of the rotated head (docs/kv-modes.md). */
-TL_API tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *nbytes);
+ * each, in memory. A row is head_dim values of a float type. Of TL_INT8, and keys of TL_INT4: head_dim signed codes and a
+ * bfloat16 scale. Values of TL_INT4: head_dim codes two to a byte, the even dimension in the low half, then
+ * ceil(head_dim / TL_KV_GROUP) bfloat16 scales and as many zeros. Codes are of the rotated head (docs/kv-modes.md). */
+TL_API tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uint64_t *value_nbytes);
 TL_API tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, void *stream);
 TL_API tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *stream);
 

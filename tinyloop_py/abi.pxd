@@ -122,7 +122,7 @@ cdef struct tl_functions:
     tl_status (*plan_create)(tl_context *, const tl_plan_desc *, tl_plan **) noexcept nogil
     tl_status (*plan_destroy)(tl_plan *) noexcept nogil
     tl_status (*plan_page_nbytes)(const tl_plan_desc *, int32_t, uint64_t *) noexcept nogil
-    tl_status (*plan_row_nbytes)(const tl_plan_desc *, uint64_t *) noexcept nogil
+    tl_status (*plan_row_nbytes)(const tl_plan_desc *, uint64_t *, uint64_t *) noexcept nogil
     tl_status (*plan_scratch_nbytes)(const tl_plan *, uint64_t *) noexcept nogil
     tl_status (*plan_bind)(tl_plan *, void *) noexcept nogil
     tl_status (*plan_enqueue)(tl_plan *, const tl_batch *, void *) noexcept nogil

@@ -10,7 +10,7 @@ from .config import ModelConfig
 KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "int8": "int8", "int4": "int4"}  # mode -> type of a stored value
 VARIABLES = {"h": "TINYLOOP_KV_H_MODE", "int8": "TINYLOOP_KV_INT8", "int4": "TINYLOOP_KV_INT4"}
 _OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on")
-_GROUP = 32  # dimensions of a head that share a scale and a zero in int4: TL_KV_GROUP
+_GROUP = 32  # dimensions of a head that share a scale and a zero of int4 values: TL_KV_GROUP
 
 
 def _is_on(name: str, environ: Mapping[str, str]) -> bool:
@@ -45,14 +45,15 @@ def resolve_kv_mode(kv_mode: str | None, environ: Mapping[str, str] = os.environ
     return mode
 
 
-def head_nbytes(mode: str, head_dim: int) -> int:
-    """Bytes that the key, or the value, of one token takes in a layer and KV head."""
-    if mode == "int4":
-        return head_dim // 2 + 4 * -(-head_dim // _GROUP)
-    return head_dim + 2 if mode == "int8" else head_dim * (4 if mode == "fp32" else 2)
-
-
 def kv_nbytes_per_token(config: ModelConfig, loops: int, mode: str = "fp16") -> int:
     """Bytes of the keys and values of one token at a depth: a slot for every layer run; without the padding of odd head sizes."""
     n_layers_run = config.n_prelude + loops * config.n_core + config.n_coda
-    return 2 * n_layers_run * config.n_kv_heads * head_nbytes(mode, config.head_dim)
+    return n_layers_run * config.n_kv_heads * sum(_head_nbytes(mode, config.head_dim))
+
+
+def _head_nbytes(mode: str, head_dim: int) -> tuple[int, int]:
+    """Of the key and of the value of one token in a layer and KV head: codes, scales and zeros."""
+    if mode == "int4":
+        return head_dim + 2, head_dim // 2 + 4 * -(-head_dim // _GROUP)
+    nbytes = head_dim + 2 if mode == "int8" else head_dim * (4 if mode == "fp32" else 2)
+    return nbytes, nbytes
