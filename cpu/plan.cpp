@@ -10,9 +10,7 @@
 
 namespace tl {
 
-uint64_t page_nbytes(const tl_plan_desc &d, int part) {
-  return (uint64_t)d.n_layers[part] * d.n_kv_heads * kv_layout(d.kv_dtype, d.head_dim).nbytes;
-}
+uint64_t page_nbytes(const tl_plan_desc &d, int part) { return (uint64_t)d.n_layers[part] * d.n_kv_heads * kv_layout(d.kv_dtype, d.head_dim).nbytes; }
 
 namespace {
 
@@ -47,6 +45,8 @@ void lay_out_thread(tl_plan &p, const Widest &w) {
   const int tile = std::max(kUnitRows * std::max(kUnitPanels, head_panels), kPrivateRows * std::max(kPrivatePanels, head_panels));
   uint64_t at = 0;
   const auto take = [&at](uint64_t nbytes) { return std::exchange(at, at + align64(nbytes)); };
+  s.t_x = take((uint64_t)kPrivateRows * p.dim_pad * 4);
+  s.t_e = take((uint64_t)kPrivateRows * p.dim_pad * 4);
   s.t_operand = take(w.thread_operand);
   s.t_tile = take((uint64_t)tile * kPanelRows * 4);
   s.t_row = take(2 * (uint64_t)pad16(std::max({w.n_in, p.dim_pad, p.q_dim})) * 4);
@@ -66,6 +66,7 @@ void lay_out(tl_plan &p) {
   s.x = take(rows * p.dim_pad * 4);
   s.e = take(rows * p.dim_pad * 4);
   s.y = take(rows * p.dim_pad * 4);
+  s.z = take((uint64_t)kPrivateRows * p.dim_pad * 4);
   s.q = take(rows * d.n_heads * p.head_pad * 4);
   s.qkv = take(d.qk_norm == TL_QK_NORM_FULL ? rows * (d.n_heads + 2 * d.n_kv_heads) * p.head_pad * 4 : 0);
   s.attn = take(rows * pad16(p.q_dim) * 4);

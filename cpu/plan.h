@@ -16,7 +16,7 @@ struct tl_context {
 
 namespace tl {
 
-constexpr int kPrivateRows = 3;   // up to here every thread lays out the operand itself instead of meeting at a barrier
+constexpr int kPrivateRows = 3;   // up to here every thread has x to itself and lays out operands for itself: fewer barriers
 constexpr int kPrivatePanels = 64;  // matrix panels of one unit then, at most
 constexpr int kBusyPanels = 8;      // fewer would leave a kernel waiting
 constexpr int kMaxUnits = 3;        // units that each thread has then, so that one can help the other
@@ -30,9 +30,9 @@ constexpr int kBlockQueries = 24; // queries of one attention unit otherwise
 
 // Byte offsets into the scratch memory. Row buffers are (max_rows, width) float32.
 struct Scratch {
-  uint64_t x, e, y, q, qkv, attn, hidden, operand, logits, partials;
+  uint64_t x, e, y, z, q, qkv, attn, hidden, operand, logits, partials;
   uint64_t thread, thread_nbytes;                               // per thread:
-  uint64_t t_operand, t_tile, t_row, t_states, t_sample;        // offsets inside a thread's part
+  uint64_t t_x, t_e, t_operand, t_tile, t_row, t_states, t_sample;  // offsets inside a thread's part
   uint64_t nbytes;
 };
 

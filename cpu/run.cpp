@@ -7,6 +7,13 @@
 
 namespace tl {
 
+Worker::Worker(const Run &r, int t)
+    : plan(r.plan), batch(r.batch), run(r), k(r.plan.k), pool(r.plan.context.pool), thread(t), memory(r.plan.thread_memory(t)) {
+  const tl_plan_desc &d = plan.desc;
+  few = batch.n_rows <= kPrivateRows;
+  owns_heads = few && !plan.from_memory && d.qk_norm != TL_QK_NORM_FULL && d.n_kv_heads % pool.n_active() == 0;
+}
+
 float *Worker::row_buffer(int i) const {
   const uint64_t half = (plan.scratch.t_states - plan.scratch.t_row) / 2;
   return (float *)(memory + plan.scratch.t_row + i * half);
@@ -59,7 +66,7 @@ size_t run_row_wise(Worker &w, size_t i) {
   const std::vector<Step> &steps = w.run.steps;
   size_t end = i;
   while (end < steps.size() && is_row_wise(steps[end])) end++;
-  w.share(w.batch.n_rows, [&](int row) {
+  w.each_row([&](int row) {
     for (size_t j = i; j < end; j++) run_row_phase(w, *steps[j].phase, row);
   });
   return end;
@@ -81,13 +88,17 @@ void run_step(Worker &w, const Step &s) {
 void run_thread(void *arg, int thread) {
   const Run &run = *(const Run *)arg;
   tl_plan &p = run.plan;
-  Worker w{p, run.batch, run, p.k, p.context.pool, thread, p.thread_memory(thread)};
+  Worker w(run, thread);
   const uint32_t mode = p.k.enter_float_mode();
   for (size_t i = 0; i < run.steps.size();) {
-    if (is_row_wise(run.steps[i]))
+    if (is_row_wise(run.steps[i])) {
       i = run_row_wise(w, i);
-    else
+    } else if (w.owns_heads && run.steps[i].phase && run.steps[i].phase->kind == TL_PHASE_QKV) {
+      run_qkv_attend(w, run.steps[i], run.steps[i + 1]);
+      i += 2;
+    } else {
       run_step(w, run.steps[i++]);
+    }
   }
   p.k.leave_float_mode(mode);
   if (w.n_clamped) p.n_clamped.fetch_add(w.n_clamped, std::memory_order_relaxed);

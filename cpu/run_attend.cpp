@@ -206,7 +206,7 @@ void attend_split(Worker &w, const Step &s, int window) {
 }  // namespace
 
 bool merges_late(const Worker &w, const Step &attend) {
-  if (w.batch.n_rows > kSplitRows) return false;
+  if (w.batch.n_rows > kSplitRows || w.owns_heads) return false;
   const int window = merged_window(w, *attend.phase);
   for (int row = 0; row < w.batch.n_rows; row++)
     if (chunks_of(w, row, window).n() > kFewChunks) return false;
@@ -216,6 +216,15 @@ bool merges_late(const Worker &w, const Step &attend) {
 void merge_row(Worker &w, const Step &attend, int row, float *out) {
   const ChunkRange chunks = chunks_of(w, row, merged_window(w, *attend.phase));
   for (int head = 0; head < w.plan.desc.n_heads; head++) merge_head(w, row, head, chunks, out);
+}
+
+void attend_heads(Worker &w, const Step &s, int begin, int end) {
+  const int window = merged_window(w, *s.phase), group = w.plan.group;
+  for (int row = 0; row < w.batch.n_rows; row++) {
+    const ChunkRange chunks = chunks_of(w, row, window);
+    for (int chunk = chunks.begin; chunk < chunks.end; chunk++) attend_row_chunk(w, s, row, keys_of(w.batch.pos[row], window), chunk, begin, end);
+    for (int head = begin * group; head < end * group; head++) merge_head(w, row, head, chunks, w.attn(row));
+  }
 }
 
 void run_attend(Worker &w, const Step &s) {

@@ -111,6 +111,15 @@ void add_bias(Worker &w, const Tile &t, const float *bias) {
   for (int r = 0; r < t.n_rows; r++) w.k.add(t.n_outputs(), t.row_out(r), bias + t.first_output(), t.row_out(r));
 }
 
+// W a + bias goes to rows that are dim_pad apart.
+void multiply_to(Worker &w, const tl_phase &p, const Source &source, float *to) {
+  multiply(w, p.weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
+    add_bias(w, t, p.bias);
+    for (int r = 0; r < t.n_rows; r++)
+      memcpy(to + (int64_t)(t.row + r) * w.plan.dim_pad + t.first_output(), t.row_out(r), t.n_outputs() * sizeof(float));
+  });
+}
+
 // ---- q, k, v
 
 // One head of one row, after the product: norm, rope, rounding, and to where attention reads it.
@@ -145,6 +154,23 @@ void norm_full(Worker &w, float *heads, int n_heads, const float *weight) {
   for (int h = 0; h < n_heads; h++) memcpy(heads + h * pad, flat + h * hd, hd * sizeof(float));
 }
 
+// The heads of a tile, after the product.
+void place_heads(Worker &w, const Step &s, const Tile &t) {
+  const tl_plan_desc &d = w.plan.desc;
+  const tl_phase &p = *s.phase;
+  const int head_panels = w.plan.head_pad / kPanelRows;
+  add_bias(w, t, p.bias);
+  for (int i = 0; i < t.n_panels / head_panels; i++) {
+    const int head = t.panel / head_panels + i;
+    const float *norm = d.qk_norm == TL_QK_NORM_NONE || head >= d.n_heads + d.n_kv_heads ? nullptr : head < d.n_heads ? p.q_norm : p.k_norm;
+    for (int r = 0; r < t.n_rows; r++) {
+      float *v = t.row_out(r) + i * w.plan.head_pad;
+      if (norm) w.k.rms_norm(d.head_dim, d.norm_eps, v, norm, v);
+      place_head(w, s, t.row + r, head, v);
+    }
+  }
+}
+
 void run_qkv_full_norm(Worker &w, const Step &s, const Source &source) {
   const tl_plan_desc &d = w.plan.desc;
   const int n_heads = d.n_heads + 2 * d.n_kv_heads, pad = w.plan.head_pad;
@@ -165,24 +191,55 @@ void run_qkv_full_norm(Worker &w, const Step &s, const Source &source) {
 }  // namespace
 
 void run_qkv(Worker &w, const Step &s) {
-  const tl_plan_desc &d = w.plan.desc;
-  const tl_phase &p = *s.phase;
-  const int head_panels = w.plan.head_pad / kPanelRows;
-  const Source source{w.x(0), w.plan.dim_pad, p.norm};
-  if (d.qk_norm == TL_QK_NORM_FULL) return run_qkv_full_norm(w, s, source);
-  multiply(w, p.weight, source, w.batch.n_rows, head_panels, [&](const Tile &t) {
-    add_bias(w, t, p.bias);
-    for (int i = 0; i < t.n_panels / head_panels; i++) {
-      const int head = t.panel / head_panels + i;
-      const float *norm = d.qk_norm == TL_QK_NORM_NONE || head >= d.n_heads + d.n_kv_heads ? nullptr : head < d.n_heads ? p.q_norm : p.k_norm;
-      for (int r = 0; r < t.n_rows; r++) {
-        float *v = t.row_out(r) + i * w.plan.head_pad;
-        if (norm) w.k.rms_norm(d.head_dim, d.norm_eps, v, norm, v);
-        place_head(w, s, t.row + r, head, v);
-      }
-    }
-  });
+  const Source source{w.x(0), w.plan.dim_pad, s.phase->norm};
+  if (w.plan.desc.qk_norm == TL_QK_NORM_FULL) return run_qkv_full_norm(w, s, source);
+  multiply(w, s.phase->weight, source, w.batch.n_rows, w.plan.head_pad / kPanelRows, [&](const Tile &t) { place_heads(w, s, t); });
 }
+
+void run_qkv_attend(Worker &w, const Step &qkv, const Step &attend) {
+  const tl_plan_desc &d = w.plan.desc;
+  const tl_matrix &m = qkv.phase->weight;
+  const int begin = w.pool.first_of(w.thread, d.n_kv_heads), end = w.pool.first_of(w.thread + 1, d.n_kv_heads), n_rows = w.batch.n_rows;
+  void *block = w.own(w.plan.scratch.t_operand);
+  for (int r = 0; r < n_rows; r++) write_operand_row(w, m, {w.x(0), w.plan.dim_pad, qkv.phase->norm}, r, block, n_rows, r);
+  const int head_panels = w.plan.head_pad / kPanelRows, most = std::max(1, kPrivatePanels / head_panels);
+  const auto multiply_heads = [&](int first, int last) {
+    for (int head = first; head < last; head += most) {
+      const int n_panels = std::min(most, last - head) * head_panels;
+      const Tile t{0, n_rows, head * head_panels, n_panels, w.own(w.plan.scratch.t_tile), n_panels * kPanelRows};
+      w.k.matmul(&m, t.panel, t.n_panels, block, n_rows, t.out, t.stride);
+      place_heads(w, qkv, t);
+    }
+  };
+  multiply_heads(begin * w.plan.group, end * w.plan.group);
+  multiply_heads(d.n_heads + begin, d.n_heads + end);
+  multiply_heads(d.n_heads + d.n_kv_heads + begin, d.n_heads + d.n_kv_heads + end);
+  attend_heads(w, attend, begin, end);
+  w.pool.barrier(w.thread);
+}
+
+namespace {
+
+// OUT and DOWN of few rows: the product goes to y, and every thread adds it to its own x.
+void add_product(Worker &w, const tl_phase &p, const Source &source) {
+  const int n = w.plan.desc.dim;
+  const float eps = w.plan.desc.norm_eps;
+  multiply_to(w, p, source, w.y(0));
+  for (int row = 0; row < w.batch.n_rows; row++) {
+    float *sum = w.row_buffer(0);
+    if (p.block_norm == TL_NORM_PRE) {
+      w.k.add(n, w.x(row), w.y(row), w.x(row));
+    } else if (p.block_norm == TL_NORM_SUM_SANDWICH) {
+      w.k.add(n, w.x(row), w.y(row), sum);
+      w.k.rms_norm(n, eps, sum, p.post_norm, w.x(row));
+    } else {
+      w.k.rms_norm(n, eps, w.y(row), p.post_norm, sum);
+      w.k.add(n, w.x(row), sum, w.x(row));
+    }
+  }
+}
+
+}  // namespace
 
 void run_residual(Worker &w, const Step &s) {
   const tl_phase &p = *s.phase;
@@ -192,6 +249,7 @@ void run_residual(Worker &w, const Step &s) {
   Source source{out ? w.attn(0) : w.hidden(0), out ? pad16(w.plan.q_dim) : w.plan.ffn_pad};
   if (out && merges_late(w, attend)) source.attend = &attend;
   const bool onto_x = p.block_norm == TL_NORM_PRE, branch = p.block_norm == TL_NORM_SANDWICH || p.block_norm == TL_NORM_POST;
+  if (w.few) return add_product(w, p, source);
   multiply(w, p.weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
     add_bias(w, t, p.bias);
     for (int r = 0; r < t.n_rows; r++) {
@@ -223,10 +281,9 @@ void run_gate_up(Worker &w, const Step &s) {
 // x = W [x; e]: the product goes to y first, since every thread still reads x.
 void run_inject_matrix(Worker &w, const Step &s) {
   const Source source{w.x(0), w.plan.dim_pad, nullptr, nullptr, w.e(0)};
-  multiply(w, s.phase->weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
-    for (int r = 0; r < t.n_rows; r++) memcpy(w.y(t.row + r) + t.first_output(), t.row_out(r), t.n_outputs() * sizeof(float));
-  });
-  w.share(w.batch.n_rows, [&](int row) { memcpy(w.x(row), w.y(row), w.plan.desc.dim * sizeof(float)); });
+  float *y = w.few ? w.plan.buffer(w.plan.scratch.z) : w.y(0);  // few: another thread may still read y
+  multiply_to(w, *s.phase, source, y);
+  w.each_row([&](int row) { memcpy(w.x(row), y + (int64_t)row * w.plan.dim_pad, w.plan.desc.dim * sizeof(float)); });
 }
 
 void run_head(Worker &w, const Step &s) {
