@@ -94,7 +94,9 @@ void run_thread(void *arg, int thread) {
 }
 
 void add_section(Run &r, int section, int stage, int loop) {
-  for (int i = r.plan.desc.section[section]; i < r.plan.desc.section[section + 1]; i++) r.steps.push_back({&r.plan.phases[i], stage, loop});
+  const bool rebuild = r.batch.sections & TL_RUN_REBUILD;
+  for (int i = r.plan.desc.section[section]; i < r.plan.desc.section[section + 1]; i++)
+    if (!rebuild || r.plan.phases[i].kind == TL_PHASE_QKV) r.steps.push_back({&r.plan.phases[i], stage, loop});
 }
 
 void lay_steps(Run &r) {

@@ -11,6 +11,7 @@ from reference import Reference, Rounding, exactly, to_bf16
 from tolerances import LAYER, TOLERANCES, assert_close, assert_layer_close, row_errors
 
 KV = ("f32", "f16", "bf16")
+QUANTISED = ("int8", "int4")
 ONE_LAYER = small(n_core=1, n_kv_heads=2, tied_embeddings=False)
 FAULTS = {
     "operands not rounded": {"operand": exactly},
@@ -21,7 +22,7 @@ FAULTS = {
 
 
 def test_every_combination_has_its_bounds():
-    assert set(TOLERANCES) == set(itertools.product(DTYPES, KV))
+    assert set(TOLERANCES) == set(itertools.product(DTYPES, KV + QUANTISED))
     assert all(t.rounded <= t.plain and t.reason for t in TOLERANCES.values())
     assert TOLERANCES["f32", "f32"].plain == 1e-4
 
