@@ -26,8 +26,10 @@ def export_kv(Engine engine, KvPrefix prefix):
             pages.setdefault(stage, {})[index] = export_page(engine, stage, page)
     out = {}
     for stage, held in pages.items():
-        first = min(held)
-        keys, values = (np.concatenate([held[i][which] for i in sorted(held)], axis=2) for which in range(2))
+        first = max(held)
+        while first - 1 in held:  # before a gap, a shared span holds what no later position reads
+            first -= 1
+        keys, values = (np.concatenate([held[i][which] for i in range(first, max(held) + 1)], axis=2) for which in range(2))
         n = prefix.n_tokens - first * TL_PAGE_POSITIONS
         out[stage] = (first * TL_PAGE_POSITIONS, keys[:, :, :n], values[:, :, :n])
     return out

@@ -73,13 +73,21 @@ cdef class KvPrefix:
     """
 
     cdef int fill(self, int32_t *table, int n_stages, int stride) except -1:
-        """Writes the pages held into a page table (n_stages, stride), -1 elsewhere; the table borrows them."""
+        """Writes the pages that a later position may read into a page table (n_stages, stride), -1 elsewhere; the table borrows them.
+
+        A shared span may hold pages of a windowed stage behind a gap: those are not read any more.
+        """
         cdef Span span
-        cdef int stage, page
+        cdef int stage, page, last = pages_for(self.n_tokens)
         memset(table, 0xff, n_stages * stride * sizeof(int32_t))
         for span in (*self.spans, *(() if self.tail is None else (self.tail,))):
             for stage, page, index in span.held():
                 table[stage * stride + <int>index] = page
+        for stage in range(n_stages):
+            page = last
+            while page > 0 and table[stage * stride + page - 1] >= 0:
+                page -= 1
+            memset(table + stage * stride, 0xff, page * sizeof(int32_t))
         return 0
 
     def parts(self):
