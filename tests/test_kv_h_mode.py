@@ -17,8 +17,9 @@ def pair(backend, name, dtype="bf16", **arguments):
     return open_model(backend, name, dtype, kv_mode="fp16", **arguments), open_model(backend, name, dtype, kv_mode="h", **arguments)
 
 
-def check_hits(plain, h, tokens, window=0, splits=(1, 16, 33, 64, 100, N), loops=2):
+def check_hits(plain, h, tokens, window=0, splits=(1, 16, 33, 64, 100, N)):
     """Answers through hits at every split, and what the entries rebuild, against fp16."""
+    loops = min(2, plain.config.trained_loops)
     kv = kv_of(plain, tokens, loops, window)
     greedy = plain.generate(tokens, 5, loops, 0.0, cache_window=window, stop_tokens=())
     drawn = plain.generate(tokens, 5, loops, 1.3, cache_window=window, seed=3, stop_tokens=())
@@ -38,7 +39,7 @@ def test_hits_have_the_bits_of_fp16_in_every_config(backend, name):
     plain, h = pair(backend, name)
     with plain, h:
         tokens = random_tokens(CONFIGS[name], N)
-        assert same_bits(plain.logits(tokens, 2), h.logits(tokens, 2))
+        assert same_bits(plain.logits(tokens), h.logits(tokens))
         check_hits(plain, h, tokens, splits=(17, 64, N))
 
 
@@ -97,6 +98,7 @@ def test_what_is_held_is_smaller_and_calls_give_all_back(backend):
             with model.build_prefix_cache(tokens[:100]) as cache:
                 assert len(model.generate_from_prefix_cache(cache, 3)) == 103
             assert model.kv_nbytes == held
+            del payload
             pool.clear()
             assert model.kv_nbytes == 0
         c = CONFIGS["nanbeige"]
@@ -158,10 +160,9 @@ def test_pages_of_operands_come_back_as_they_were(backend):
 
 
 def test_where_it_would_not_be_smaller_it_is_refused_with_both_sizes(backend, monkeypatch):
-    assert "smollm2" not in NAMES and len(NAMES) > 10
-    c = CONFIGS["smollm2"]
+    c = CONFIGS["shipped"]
     with pytest.raises(ValueError, match=rf"{c.dim} values.*{2 * c.kv_dim} of keys and values"):
-        open_model(backend, "smollm2", kv_mode="h")
+        open_model(backend, "shipped", kv_mode="h")
     monkeypatch.setenv("TINYLOOP_KV_H_MODE", "1")
     with pytest.raises(ValueError, match=rf"{c.dim} values"):
-        open_model(backend, "smollm2")
+        open_model(backend, "shipped")
