@@ -111,19 +111,19 @@ static void soften(const AttendChunk *c, const KvLayout &a, int query, const flo
 // acc += weights of NQ queries . NV vectors of one page's values.
 template <int Bits, int Pass, int NQ, int NV>
 TL_INLINE void dot_values(const uint8_t *codes, int hop, const uint32_t *const *words, vi acc[NQ][NV]) {
-  TL_UNROLL for (int i = 0; i < 4; i++)
-    TL_UNROLL for (int v = 0; v < NV; v += 8 / Bits) {
-      const Codes raw = load_codes(codes + i * hop + v * 8 * Bits);
-      const Codes first = Bits == 4 ? low_half(raw) : raw;
-      TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v] = dot<Pass>(acc[j][v], first, words[j][2 * i + Pass]);
-      if (Bits == 8) continue;
-      const Codes second = high_half(raw);
-      TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v + 1] = dot<Pass>(acc[j][v + 1], second, words[j][2 * i + Pass]);
-    }
+  TL_UNROLL for (int i = 0; i < 4; i++) TL_UNROLL for (int v = 0; v < NV; v += 8 / Bits) {
+    const Codes raw = load_codes(codes + i * hop + v * 8 * Bits);
+    const Codes first = Bits == 4 ? low_half(raw) : raw;
+    TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v] = dot<Pass>(acc[j][v], first, words[j][2 * i + Pass]);
+    if (Bits == 8) continue;
+    const Codes second = high_half(raw);
+    TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v + 1] = dot<Pass>(acc[j][v + 1], second, words[j][2 * i + Pass]);
+  }
 }
 
 template <int Bits, int Pass, int NQ, int NV>
-TL_INLINE void dot_value_pages(const AttendChunk *c, const KvLayout &a, int page_begin, int page_end, int d, int g, const Weights *w, vi acc[NQ][NV]) {
+TL_INLINE void dot_value_pages(const AttendChunk *c, const KvLayout &a, int page_begin, int page_end, int d, int g, const Weights *w,
+                               vi acc[NQ][NV]) {
   const int hop = Bits == 4 ? (a.pad + 31) / 32 * 64 : a.pad * 4, at = d * 4 * Bits / 8;
   for (int p = page_begin; p < page_end; p++) {
     const uint32_t *words[NQ];

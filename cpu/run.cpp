@@ -11,7 +11,7 @@ Worker::Worker(const Run &r, int t)
     : plan(r.plan), batch(r.batch), run(r), k(r.plan.k), pool(r.plan.context.pool), thread(t), memory(r.plan.thread_memory(t)) {
   const tl_plan_desc &d = plan.desc;
   few = batch.n_rows <= kPrivateRows;
-  owns_heads = few && !plan.from_memory && d.qk_norm != TL_QK_NORM_FULL && d.n_kv_heads % pool.n_active() == 0;
+  owns_heads = few && !(batch.sections & TL_RUN_REBUILD) && !plan.from_memory && d.qk_norm != TL_QK_NORM_FULL && d.n_kv_heads % pool.n_active() == 0;
 }
 
 float *Worker::row_buffer(int i) const {
@@ -105,7 +105,9 @@ void run_thread(void *arg, int thread) {
 }
 
 void add_section(Run &r, int section, int stage, int loop) {
-  for (int i = r.plan.desc.section[section]; i < r.plan.desc.section[section + 1]; i++) r.steps.push_back({&r.plan.phases[i], stage, loop});
+  const bool rebuild = r.batch.sections & TL_RUN_REBUILD;
+  for (int i = r.plan.desc.section[section]; i < r.plan.desc.section[section + 1]; i++)
+    if (!rebuild || r.plan.phases[i].kind == TL_PHASE_QKV) r.steps.push_back({&r.plan.phases[i], stage, loop});
 }
 
 void lay_steps(Run &r) {
