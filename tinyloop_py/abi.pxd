@@ -100,6 +100,9 @@ cdef extern from "tinyloop.h" nogil:
         float *logits
         const tl_sampling *sampling
         int32_t *sampled
+        const float *e_in
+        float *x_out
+        float *e_out
 
     struct tl_matmul_args:
         uint32_t size
