@@ -19,6 +19,8 @@ try:
     from .model_writer import save_model
     from .pool import PrefixPool
     from .pool_report import PoolStats, PrefixEntry
+    from .resume_handle import ResumeHandle
+    from .resume_report import ResumeStats
     from .weights import WeightTensor
 except ModuleNotFoundError as _error:
     if not (_error.name or "").startswith("tinyloop_py."):
@@ -42,6 +44,8 @@ __all__ = [
     "PoolStats",
     "PrefixEntry",
     "PrefixPool",
+    "ResumeHandle",
+    "ResumeStats",
     "WeightTensor",
     "demo_model",
     "save_model",

@@ -38,6 +38,7 @@ cdef class LoadedModel(PoolClient):
             kv_budget = int_argument(kv_budget, "kv_budget", 1, 1 << 50)
         self.path = os.fspath(path)
         self._pools = weakref.WeakSet()
+        self._handles = weakref.WeakSet()
         self._pid = getpid()
         with open_model_file(path) as file:
             PoolClient.__init__(self, file.config.default_loops, file.config.max_loops)
@@ -77,6 +78,8 @@ cdef class LoadedModel(PoolClient):
             return
         for pool in list(self._pools):
             (<PrefixPool>pool)._drop_model(self.model_key)
+        for handle in list(self._handles):
+            handle.close()
         self._engine.close()
 
     cdef int check_open(self, str method) except -1:

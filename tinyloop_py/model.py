@@ -8,9 +8,10 @@ from typing import Literal
 from .generating import Generating
 from .loaded_model import LoadedModel
 from .pooling import Pooling
+from .resuming import Resuming
 
 
-class Model(Generating, Pooling, LoadedModel):
+class Model(Generating, Pooling, Resuming, LoadedModel):
     """A looped language model, loaded from a `.tinyloop` file.
 
     A context manager; `close` frees everything. Several threads may call one model: a step is run at a time.
