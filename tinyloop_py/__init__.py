@@ -13,6 +13,7 @@ if not any(_folder.glob("engine.*.so")):
     __path__ = list((_spec and _spec.submodule_search_locations) or __path__)
 
 try:
+    from .beam import Beam
     from .config import ModelConfig
     from .errors import FormatError, OutOfMemoryError, PoolFullError
     from .model import Model
@@ -36,6 +37,7 @@ except _NotFound:  # run from a source tree
     __version__ = "0+unknown"
 
 __all__ = [
+    "Beam",
     "FormatError",
     "Model",
     "ModelConfig",

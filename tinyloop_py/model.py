@@ -5,13 +5,14 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
+from .beam_searching import BeamSearching
 from .generating import Generating
 from .loaded_model import LoadedModel
 from .pooling import Pooling
 from .resuming import Resuming
 
 
-class Model(Generating, Pooling, Resuming, LoadedModel):
+class Model(Generating, BeamSearching, Pooling, Resuming, LoadedModel):
     """A looped language model, loaded from a `.tinyloop` file.
 
     A context manager; `close` frees everything. Several threads may call one model: a step is run at a time.

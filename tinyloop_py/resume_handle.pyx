@@ -97,6 +97,10 @@ cdef class ResumeHandle:
         self._held = (self.deeper(base, rows, depth, kept), kept)
         self.loops = depth
 
+    def _prefix_at(self, loops):
+        """`prefix_at` for callers in Python."""
+        return self.prefix_at(loops)
+
     def close(self):
         """Let go of what is held. Idempotent; calls that are under way go on."""
         self._held = None

@@ -33,6 +33,8 @@ cdef class Sequence:
     cdef int32_t take(self, int part) except -1
     cdef void free_behind(self) noexcept
     cdef void drop_spans(self, int limit) noexcept
+    cdef Sequence fork(self)
+    cdef int copy_last_page(self, Sequence source) except -1
     cdef Span take_over(self, int first_page, int n_pages)
     cdef int reserve(self, int n_positions, int max_rows) except -1
     cdef int grow(self, int n_positions) except -1

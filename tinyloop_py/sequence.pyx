@@ -230,6 +230,36 @@ cdef class Sequence:
                 row[page] = -1
         return span
 
+    cdef Sequence fork(self):
+        """Another sequence on the same tokens that refers to the full pages, own ones become shared; takes no memory yet."""
+        cdef int n_full = self.n_tokens // PAGE
+        cdef int stage
+        cdef Span span
+        cdef Sequence other = Sequence(
+            self.store, self.loops, self.window, self.stride, (self.part_window[0], self.part_window[1], self.part_window[2])
+        )
+        if n_full > self.own_first:
+            span = self.take_over(self.own_first, n_full - self.own_first)
+            for stage in range(self.n_stages):
+                memcpy(self.table + stage * self.stride + span.first_page, span.pages + stage * span.n_pages, span.n_pages * sizeof(int32_t))
+            self.spans.append(span)
+            self.own_first = n_full
+        for stage in range(self.n_stages):
+            memcpy(other.table + stage * self.stride, self.table + stage * self.stride, n_full * sizeof(int32_t))
+        other.spans = list(self.spans)
+        other.own_first = other.n_pages = n_full
+        return other
+
+    cdef int copy_last_page(self, Sequence source) except -1:
+        """After `fork`: copies the source's partly filled page, so that its tokens are all here."""
+        cdef int stage
+        self.grow(source.n_tokens)
+        for stage in range(self.n_stages):
+            if self.n_pages > self.own_first and source.table[stage * self.stride + self.own_first] >= 0:
+                self.store.copy_page(part_of(stage), source.table[stage * self.stride + self.own_first], self.table[stage * self.stride + self.own_first])
+        self.n_tokens = source.n_tokens
+        return 0
+
     cdef KvPrefix freeze(self, object final_x, object boundary_x):
         """Ends the sequence and gives what it holds as a prefix."""
         cdef KvPrefix prefix = KvPrefix.__new__(KvPrefix)
