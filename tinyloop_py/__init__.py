@@ -20,8 +20,12 @@ try:
     from .model_writer import save_model
     from .pool import PrefixPool
     from .pool_report import PoolStats, PrefixEntry
+    from .prefix_cache import PrefixCache
     from .resume_handle import ResumeHandle
     from .resume_report import ResumeStats
+    from .text_stream import TextStream
+    from .token_logprobs import TokenLogprobs
+    from .token_stream import TokenStream
     from .weights import WeightTensor
 except ModuleNotFoundError as _error:
     if not (_error.name or "").startswith("tinyloop_py."):
@@ -44,10 +48,14 @@ __all__ = [
     "OutOfMemoryError",
     "PoolFullError",
     "PoolStats",
+    "PrefixCache",
     "PrefixEntry",
     "PrefixPool",
     "ResumeHandle",
     "ResumeStats",
+    "TextStream",
+    "TokenLogprobs",
+    "TokenStream",
     "WeightTensor",
     "demo_model",
     "save_model",

@@ -5,14 +5,17 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
+from .batching import Batching
 from .beam_searching import BeamSearching
+from .caching import PrefixCaching
 from .generating import Generating
 from .loaded_model import LoadedModel
 from .pooling import Pooling
 from .resuming import Resuming
+from .streaming import Streaming
 
 
-class Model(Generating, BeamSearching, Pooling, Resuming, LoadedModel):
+class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCaching, Resuming, LoadedModel):
     """A looped language model, loaded from a `.tinyloop` file.
 
     A context manager; `close` frees everything. Several threads may call one model: a step is run at a time.
