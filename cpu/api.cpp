@@ -153,6 +153,13 @@ tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *
   return TL_OK;
 }
 
+tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *nbytes) {
+  TL_REQUIRE(desc && nbytes, "a pointer is NULL");
+  TL_CHECK(tl::check_sizes(*desc));
+  *nbytes = tl::kv_row_nbytes(desc->kv_dtype, desc->head_dim);
+  return TL_OK;
+}
+
 tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes) {
   TL_REQUIRE(plan && nbytes, "a pointer is NULL");
   *nbytes = plan->scratch.nbytes;

@@ -11,24 +11,7 @@
 namespace tl {
 
 uint64_t page_nbytes(const tl_plan_desc &d, int part) {
-  const uint64_t element = d.kv_dtype == TL_F32 ? 4 : 2;
-  const uint64_t k = (uint64_t)d.head_dim * TL_PAGE_POSITIONS, v = (uint64_t)pad16(d.head_dim) * TL_PAGE_POSITIONS;
-  return (uint64_t)d.n_layers[part] * d.n_kv_heads * (k + v) * element;
-}
-
-void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page) {
-  const tl_plan_desc &d = plan.desc;
-  const int hd = d.head_dim, pad = plan.head_pad;
-  const uint64_t size = plan.kv_nbytes, row = hd * size;
-  uint8_t *at = (uint8_t *)d.kv_base[part] + page * plan.page_nbytes[part], *k_out = (uint8_t *)keys, *v_out = (uint8_t *)values;
-  const auto move = [to_page](uint8_t *in_page, uint8_t *outside, uint64_t nbytes) {
-    memcpy(to_page ? in_page : outside, to_page ? outside : in_page, nbytes);
-  };
-  for (int layer = 0; layer < d.n_layers[part]; layer++) {
-    for (int head = 0; head < d.n_kv_heads; head++, at += hd * TL_PAGE_POSITIONS * size, k_out += TL_PAGE_POSITIONS * row)
-      for (int i = 0; i < hd * TL_PAGE_POSITIONS; i++) move(at + i * size, k_out + (i % TL_PAGE_POSITIONS * hd + i / TL_PAGE_POSITIONS) * size, size);
-    for (int i = 0; i < d.n_kv_heads * TL_PAGE_POSITIONS; i++, at += pad * size, v_out += row) move(at, v_out, row);
-  }
+  return (uint64_t)d.n_layers[part] * d.n_kv_heads * kv_layout(d.kv_dtype, d.head_dim).nbytes;
 }
 
 namespace {
@@ -104,7 +87,8 @@ tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d) : context(c), k(c.kernels
   ffn_pad = tl::pad16(d.ffn_dim);
   q_dim = d.n_heads * d.head_dim;
   group = d.n_heads / d.n_kv_heads;
-  kv_nbytes = d.kv_dtype == TL_F32 ? 4 : 2;
+  kv = tl::kv_layout(d.kv_dtype, d.head_dim);
+  rotation = tl::rotation_block(d.kv_dtype, d.head_dim);
   for (int part = 0; part < 3; part++) page_nbytes[part] = tl::page_nbytes(d, part);
   uint64_t weight_nbytes = 0;
   for (const tl_phase &p : phases)

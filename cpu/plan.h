@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "kv_layout.h"
 #include "thread_pool.h"
 
 struct tl_context {
@@ -50,7 +51,8 @@ struct tl_plan {
 
   bool from_memory;                  // the weights do not stay in the caches from token to token
   int dim_pad, head_pad, ffn_pad, q_dim, group;
-  uint64_t kv_nbytes;                // bytes of one K or V value
+  tl::KvLayout kv;                   // of one layer and KV head in a page
+  int rotation;                      // block of the turn that quantised K and V lie in, 1 = none
   uint64_t page_nbytes[3];
 
   float *buffer(uint64_t offset) const { return (float *)(memory + offset); }
@@ -62,7 +64,7 @@ namespace tl {
 
 uint64_t page_nbytes(const tl_plan_desc &d, int part);
 
-// Between a page and the canonical layout (keys and values (n_layers, n_kv_heads, 16, head_dim)); to_page says which way.
+// Between a page and the canonical layout (keys and values (n_layers, n_kv_heads, 16) rows); to_page says which way.
 void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page);
 
 // Runs a batch that plan_check.h has accepted.

@@ -17,16 +17,6 @@ uint8_t *page_at(const Worker &w, int seq, int stage, int part, int pos) {
   return (uint8_t *)w.plan.desc.kv_base[part] + w.batch.page_table[seq][at] * w.plan.page_nbytes[part];
 }
 
-// A page is, per layer, (n_kv_heads, head_dim, 16) keys, then (n_kv_heads, 16, head_pad) values.
-void *k_of(const Worker &w, uint8_t *page, int layer, int head) {
-  const uint64_t per_head = (uint64_t)TL_PAGE_POSITIONS * w.plan.kv_nbytes, n = w.plan.desc.n_kv_heads;
-  return page + per_head * (layer * n * (w.plan.desc.head_dim + w.plan.head_pad) + (uint64_t)head * w.plan.desc.head_dim);
-}
-void *v_of(const Worker &w, uint8_t *page, int layer, int head) {
-  const uint64_t per_head = (uint64_t)TL_PAGE_POSITIONS * w.plan.kv_nbytes, n = w.plan.desc.n_kv_heads;
-  return page + per_head * (layer * n * (w.plan.desc.head_dim + w.plan.head_pad) + n * w.plan.desc.head_dim + (uint64_t)head * w.plan.head_pad);
-}
-
 namespace {
 
 bool is_row_wise(const Step &s) {

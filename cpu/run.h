@@ -56,9 +56,10 @@ struct Worker {
 
 // Page of a sequence at a stage that holds `pos`.
 uint8_t *page_at(const Worker &w, int seq, int stage, int part, int pos);
-// K and V of a layer and KV head inside a page.
-void *k_of(const Worker &w, uint8_t *page, int layer, int head);
-void *v_of(const Worker &w, uint8_t *page, int layer, int head);
+// K and V of a layer and KV head inside a page (kv_layout.h).
+inline uint8_t *block_of(const Worker &w, uint8_t *page, int layer, int head) {
+  return page + ((uint64_t)layer * w.plan.desc.n_kv_heads + head) * w.plan.kv.nbytes;
+}
 
 // Few rows with few keys: attention leaves the states of a row's chunks in scratch, and whoever lays out the next operand
 // merges them (merge_row, for itself) instead of meeting at one more barrier.

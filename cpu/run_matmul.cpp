@@ -121,18 +121,19 @@ void place_head(Worker &w, const Step &s, int row, int head, float *v) {
     const int64_t at = (int64_t)pos * (d.rotary_dim / 2);
     w.k.rope(d.head_dim, d.rotary_dim, d.rope_interleaved, d.rope_cos + at, d.rope_sin + at, v);
   }
+  if (w.plan.rotation > 1) w.k.rotate(d.head_dim, w.plan.rotation, v);
   if (head < d.n_heads) {
     float *q = w.q(row) + (int64_t)head * w.plan.head_pad;
     memcpy(q, v, w.plan.head_pad * sizeof(float));
-    w.k.round_q(d.kv_dtype, w.plan.head_pad, q);
+    w.k.prepare_q(d.kv_dtype, d.head_dim, q);
     return;
   }
   uint8_t *page = page_at(w, w.batch.seq[row], s.stage, s.phase->part, pos);
   const int slot = pos % TL_PAGE_POSITIONS, layer = s.phase->layer;
   if (head < n_qk)
-    w.n_clamped += w.k.store_k(d.kv_dtype, d.head_dim, v, k_of(w, page, layer, head - d.n_heads), slot);
+    w.n_clamped += w.k.store_k(d.kv_dtype, d.head_dim, v, block_of(w, page, layer, head - d.n_heads), slot);
   else
-    w.n_clamped += w.k.store_v(d.kv_dtype, d.head_dim, v, v_of(w, page, layer, head - n_qk), slot);
+    w.n_clamped += w.k.store_v(d.kv_dtype, d.head_dim, v, block_of(w, page, layer, head - n_qk), slot);
 }
 
 // RMSNorm over all heads of q, or of k, of one row; heads are head_pad apart.

@@ -26,6 +26,7 @@ extern "C" {
 #define TL_KEY_CHUNK 64        /* keys in one attention chunk, at absolute positions */
 #define TL_CHUNK_GROUP 16      /* attention chunks merged before groups merge */
 #define TL_K_CHUNK 256         /* inner-dimension chunk of a matrix product, each summed from zero */
+#define TL_KV_GROUP 32         /* dimensions of a head that share a scale and a zero of int4 keys and values */
 #define TL_INT8_GROUP 32       /* inner-dimension group that shares one scale of the quantised activations */
 #define TL_STAGE_PRELUDE 0     /* rows of a page table: prelude, coda, then one per core loop */
 #define TL_STAGE_CODA 1
@@ -41,7 +42,7 @@ enum {
   TL_ERR_INTERNAL = 5
 };
 
-enum { TL_F32 = 0, TL_BF16 = 1, TL_F16 = 2, TL_INT8 = 3 };                        /* tl_dtype */
+enum { TL_F32 = 0, TL_BF16 = 1, TL_F16 = 2, TL_INT8 = 3, TL_INT4 = 4 };           /* tl_dtype; TL_INT4 of keys and values only */
 enum { TL_NORM_PRE = 0, TL_NORM_SANDWICH = 1, TL_NORM_SUM_SANDWICH = 2, TL_NORM_POST = 3 };
 enum { TL_ACT_SILU = 0, TL_ACT_GELU = 1, TL_ACT_RELU2 = 2 };
 enum { TL_ISA_BEST = 0, TL_ISA_GENERIC = 1, TL_ISA_AVX2 = 2, TL_ISA_AVX512 = 3 }; /* CPU code paths */
@@ -150,7 +151,7 @@ typedef struct tl_plan_desc {
   int32_t qk_norm;             /* TL_QK_NORM_* */
   int32_t rope_interleaved;    /* 0: halves turn, 1: neighbours turn */
   int32_t rotary_dim;
-  int32_t kv_dtype;            /* TL_F32, TL_BF16, TL_F16 */
+  int32_t kv_dtype;            /* any tl_dtype */
   int32_t max_rows;            /* rows of one batch */
   int32_t max_out;             /* rows of one batch that reach the head */
   int32_t max_pos;             /* positions in the rope tables */
@@ -220,8 +221,11 @@ TL_API tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *str
 /* K and V values clamped to float16's range since the plan was made. */
 TL_API tl_status tl_plan_n_clamped(const tl_plan *plan, uint64_t *n_clamped);
 
-/* One page between the backend's layout and the canonical one: keys and values, (n_layers of the part, n_kv_heads, 16,
- * head_dim) of the KV type each, in memory. */
+/* One page between the backend's layout and the canonical one: keys and values, (n_layers of the part, n_kv_heads, 16) rows
+ * each, in memory. A row is head_dim values of a float type. Of TL_INT8, head_dim signed codes and a bfloat16 scale; of
+ * TL_INT4, head_dim codes two to a byte, the even dimension in the low half, then ceil(head_dim / TL_KV_GROUP) bfloat16
+ * scales and as many zeros: value = scale * code + zero, of the rotated head (docs/kv-modes.md). */
+TL_API tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *nbytes);
 TL_API tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, void *stream);
 TL_API tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *stream);
 

@@ -34,7 +34,7 @@ inline const char *check_sizes(const tl_plan_desc &d) {
   if (d.rotary_dim < 0 || d.rotary_dim % 2 || d.rotary_dim > d.head_dim) return "tl_plan_desc.rotary_dim is not an even number up to head_dim";
   for (int part = 0; part < 3; part++)
     if (d.n_layers[part] < 0) return "tl_plan_desc.n_layers is negative";
-  if (d.kv_dtype != TL_F32 && d.kv_dtype != TL_BF16 && d.kv_dtype != TL_F16) return "tl_plan_desc.kv_dtype is not a KV type";
+  if (d.kv_dtype < TL_F32 || d.kv_dtype > TL_INT4) return "tl_plan_desc.kv_dtype is not a KV type";
   return nullptr;
 }
 

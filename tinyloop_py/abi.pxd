@@ -8,10 +8,10 @@ cdef extern from "tinyloop.h" nogil:
     enum:
         TL_ABI_VERSION
         TL_PAGE_POSITIONS
-        TL_INT8_GROUP
+        TL_INT8_GROUP, TL_KV_GROUP
         TL_STAGE_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE
         TL_OK, TL_ERR_INVALID, TL_ERR_OUT_OF_MEMORY, TL_ERR_UNSUPPORTED, TL_ERR_DEVICE, TL_ERR_INTERNAL
-        TL_F32, TL_BF16, TL_F16, TL_INT8
+        TL_F32, TL_BF16, TL_F16, TL_INT8, TL_INT4
         TL_NORM_PRE, TL_NORM_SANDWICH, TL_NORM_SUM_SANDWICH, TL_NORM_POST
         TL_ACT_SILU, TL_ACT_GELU, TL_ACT_RELU2
         TL_ISA_BEST, TL_ISA_GENERIC, TL_ISA_AVX2, TL_ISA_AVX512
@@ -125,6 +125,7 @@ cdef struct tl_functions:
     tl_status (*plan_create)(tl_context *, const tl_plan_desc *, tl_plan **) noexcept nogil
     tl_status (*plan_destroy)(tl_plan *) noexcept nogil
     tl_status (*plan_page_nbytes)(const tl_plan_desc *, int32_t, uint64_t *) noexcept nogil
+    tl_status (*plan_row_nbytes)(const tl_plan_desc *, uint64_t *) noexcept nogil
     tl_status (*plan_scratch_nbytes)(const tl_plan *, uint64_t *) noexcept nogil
     tl_status (*plan_bind)(tl_plan *, void *) noexcept nogil
     tl_status (*plan_enqueue)(tl_plan *, const tl_batch *, void *) noexcept nogil

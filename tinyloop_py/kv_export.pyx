@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from .abi cimport TL_BF16, TL_F32, TL_PAGE_POSITIONS, TL_STAGE_CORE
+from libc.stdint cimport uint64_t
+
+from .abi cimport TL_BF16, TL_F16, TL_F32, TL_PAGE_POSITIONS, TL_STAGE_CORE
 from .engine cimport Engine
 from .sequence cimport KvPrefix
 
@@ -14,7 +16,8 @@ def export_kv(Engine engine, KvPrefix prefix):
     -------
     dict
         Stage (0 prelude, 1 coda, 2 + loop) -> (first position, keys, values): arrays (n_layers, n_kv_heads, n, head_dim)
-        of the KV type (bf16 as uint16) from the first position that is still held on.
+        of the KV type (bf16 as uint16) from the first position that is still held on; int8 and int4 as the bytes of each
+        token's row, which tinyloop.h describes.
     """
     pages = {}
     for span in (*prefix.spans, *(() if prefix.tail is None else (prefix.tail,))):
@@ -30,12 +33,14 @@ def export_kv(Engine engine, KvPrefix prefix):
 
 
 def export_page(Engine engine, int stage, int page):
-    """(keys, values) of one page, (n_layers, n_kv_heads, 16, head_dim) each."""
+    """(keys, values) of one page, (n_layers, n_kv_heads, 16, values or bytes of a row) each."""
+    cdef uint64_t row
     cdef int part = min(stage, TL_STAGE_CORE)
     c = engine.config
     n_layers = (c.n_prelude, c.n_coda, c.n_core)[part]
-    dtype = np.float32 if engine.plan.desc.kv_dtype == TL_F32 else np.uint16 if engine.plan.desc.kv_dtype == TL_BF16 else np.float16
-    out = np.empty((2, n_layers, c.n_kv_heads, TL_PAGE_POSITIONS, c.head_dim), dtype)
+    dtype = np.dtype({TL_F32: np.float32, TL_BF16: np.uint16, TL_F16: np.float16}.get(engine.plan.desc.kv_dtype, np.uint8))
+    engine.plan.context.library.check(engine.plan.context.library.f.plan_row_nbytes(&engine.plan.desc, &row), "sizing KV rows")
+    out = np.empty((2, n_layers, c.n_kv_heads, TL_PAGE_POSITIONS, row // dtype.itemsize), dtype)
     cdef unsigned char[::1] view = out.reshape(-1).view(np.uint8)
     cdef size_t half = view.shape[0] // 2
     with engine._lock:

@@ -10,6 +10,7 @@ from .pages import KvStore
 BLOCK_NORMS: Final[dict[str, int]]
 ACTIVATIONS: Final[dict[str, int]]
 STATE_INITS: Final[dict[str, int]]
+KV_TYPES: Final[dict[str, int]]
 QK_NORMS: Final[dict[str, int]]
 PARTS: Final[tuple[tuple[str, int], ...]]
 

@@ -6,7 +6,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from .abi cimport (
-    TL_ACT_GELU, TL_ACT_RELU2, TL_ACT_SILU, TL_INIT_INPUT, TL_INIT_NORMAL, TL_INIT_ZERO, TL_NORM_POST, TL_NORM_PRE, TL_NORM_SANDWICH,
+    TL_ACT_GELU, TL_ACT_RELU2, TL_ACT_SILU, TL_INIT_INPUT, TL_INIT_NORMAL, TL_INIT_ZERO, TL_INT4, TL_NORM_POST, TL_NORM_PRE, TL_NORM_SANDWICH,
     TL_NORM_SUM_SANDWICH, TL_PAGE_POSITIONS, TL_PHASE_ATTEND, TL_PHASE_DOWN, TL_PHASE_EMBED, TL_PHASE_GATE_UP, TL_PHASE_GATED, TL_PHASE_HEAD,
     TL_PHASE_INJECT, TL_PHASE_NORM, TL_PHASE_OUT, TL_PHASE_QKV, TL_PHASE_ROPE, TL_PHASE_SAVE_INPUT, TL_PHASE_STATE_INIT, TL_QK_NORM_FULL,
     TL_QK_NORM_HEAD, TL_QK_NORM_NONE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE, tl_phase, tl_plan_desc,
@@ -21,6 +21,7 @@ from .rope import rope_tables
 BLOCK_NORMS = {"pre": TL_NORM_PRE, "sandwich": TL_NORM_SANDWICH, "sum_sandwich": TL_NORM_SUM_SANDWICH, "post": TL_NORM_POST}
 ACTIVATIONS = {"silu": TL_ACT_SILU, "gelu": TL_ACT_GELU, "relu2": TL_ACT_RELU2}
 STATE_INITS = {"input": TL_INIT_INPUT, "zero": TL_INIT_ZERO, "normal": TL_INIT_NORMAL}
+KV_TYPES = {**DTYPES, "int4": TL_INT4}
 QK_NORMS = {"none": TL_QK_NORM_NONE, "head": TL_QK_NORM_HEAD, "full": TL_QK_NORM_FULL}
 PARTS = (("prelude", TL_STAGE_PRELUDE), ("core", TL_STAGE_CORE), ("coda", TL_STAGE_CODA))
 
@@ -143,7 +144,7 @@ cdef tl_plan_desc sizes_of(config, str kv_dtype, int max_rows, int max_out, int 
     d.qk_norm = QK_NORMS[config.qk_norm]
     d.rope_interleaved = config.rope_style == "interleaved"
     d.rotary_dim = config.rotary_dim
-    d.kv_dtype = DTYPES[kv_dtype]
+    d.kv_dtype = KV_TYPES[kv_dtype]
     d.max_rows, d.max_out, d.max_pos = max_rows, max_out, max_pos
     d.table_stride = (max_pos + TL_PAGE_POSITIONS - 1) // TL_PAGE_POSITIONS
     return d
