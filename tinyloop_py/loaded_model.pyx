@@ -17,6 +17,7 @@ from .sampling cimport Sampling
 from .tokens cimport as_tokens, c_check_vocab
 
 from .devices import open_context
+from .fingerprint import fingerprint
 from .kv_modes import KV_DTYPES, resolve_kv_mode
 from .model_file import open_model_file
 from .packing import load_weights
@@ -49,9 +50,11 @@ cdef class LoadedModel(PoolClient):
             self._tokenizer_json = file.tokenizer_json
             context, self.device = open_context(device, threads)
             weights = load_weights(context, file)
+            self._weights_id, self._file_id = file.weights_id(), file.file_id
         rows = min(MAX_ROWS, self.max_seq_len)
         plan = Plan(context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget)
         self.nbytes = weights.nbytes
+        plan.store.owner = weakref.ref(self)
         self._engine = Engine(plan, self.config)
         self.closed = False
 
@@ -122,6 +125,16 @@ cdef class LoadedModel(PoolClient):
 
             self._tokenizer = Tokenizer.from_str(self._tokenizer_json)
         return self._tokenizer
+
+    def _fingerprint(self):
+        """What saved KV must have in common with this model; fingerprint.py."""
+        self.check_open("save")
+        if self._weights_id is None:  # a file without checksums: its bytes are read once
+            with open_model_file(self.path) as file:
+                if file.file_id != self._file_id:
+                    raise RuntimeError(f"{self.path} has changed since the model was loaded from it, so its weights can't be told apart; reload it")
+                self._weights_id = file.weights_id(True)
+        return fingerprint(self.config, self._weights_id, self.kv_mode, self.numerics_id)
 
     # ---- arguments
 

@@ -82,6 +82,7 @@ cdef class KvStore:
         self.peak_nbytes = 0
         self.reserved_nbytes = 0
         self.fault = None
+        self.owner = lambda: None
 
     cdef int64_t page_nbytes(self, int part) noexcept:
         space = self.spaces[part]
