@@ -44,7 +44,9 @@ def measure(model: tl.Model, n_prefixes: int, n_tokens: int, folder: Path, round
         "CRC-32 of the file's bytes": lambda: seconds(lambda: zlib.crc32(data)),
         "the file's bytes copied in memory": lambda: seconds(lambda: bytearray(data)),
     }, rounds)  # fmt: skip
-    rows = [{"what": name, "ms": f"{1e3 * statistics.median(t):.0f}", "GB/s": f"{nbytes / statistics.median(t) / 1e9:.2f}"} for name, t in figures.items()]
+    rows = [
+        {"what": name, "ms": f"{1e3 * statistics.median(t):.0f}", "GB/s": f"{nbytes / statistics.median(t) / 1e9:.2f}"} for name, t in figures.items()
+    ]
     rows.append({"what": "building it from tokens", "ms": f"{1e3 * built:.0f}", "GB/s": f"{nbytes / built / 1e9:.2f}"})
     return rows, {"seconds": figures, "built_seconds": built, "file_nbytes": nbytes}
 

@@ -4,7 +4,6 @@ import math
 import threading
 
 import beam_reference
-import numpy as np
 import pytest
 from faults import PageFault
 from models import CONFIGS, random_model, random_tokens

@@ -86,7 +86,8 @@ import json, sys
 import tinyloop_py as tl
 model = tl.Model(sys.argv[1], 256, device=sys.argv[2], kv_mode=sys.argv[3])
 pool = model.load_pool(sys.argv[4])
-answers = [model.generate_with_pool(pool, prompt, 12, namespace=space, temperature=1.0, seed=5, stop_tokens=()) for prompt, space in json.loads(sys.argv[5])]
+draws = {"temperature": 1.0, "seed": 5, "stop_tokens": ()}
+answers = [model.generate_with_pool(pool, prompt, 12, namespace=space, **draws) for prompt, space in json.loads(sys.argv[5])]
 print(json.dumps([answers, pool.stats().hits, pool.stats().matched_tokens]))
 """
 
@@ -320,6 +321,7 @@ def pop_stage(contents):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (lambda c: c["entries"][1].update(spans=c["entries"][1]["spans"][:1]), "belongs to no entry"),
         (lambda c: c["entries"][0].update(spans=[]), "lacks pages"),
         (lambda c: c["entries"][1].update(spans=c["entries"][1]["spans"][1:]), "lacks pages"),
         (lambda c: c["entries"][1].update(spans=c["entries"][1]["spans"][::-1]), "follow each other"),
@@ -332,6 +334,8 @@ def pop_stage(contents):
         (lambda c: c["entries"][0].pop("hits"), "hits"),
         (pop_stage, "lacks pages of stage 3"),
         (lambda c: c["spans"][0]["first_held"].update({"3": 1}), "lacks pages of stage 3|shape"),
+        (lambda c: c["spans"][0]["first_held"].update({"0": 0}), "a stage that the model lacks"),
+        (lambda c: c["spans"].append({"first_page": 0, "n_pages": 2**31 - 1, "n_stages": 2**31 - 1, "first_held": {}}), "belongs to no entry"),
         (lambda c: c["spans"][0].update(n_stages=2), "n_stages"),
         (lambda c: c["spans"][0].update(first_page=1), "lacks pages|follow|end with"),
         (lambda c: c["pool"].update(capacity=-1), "capacity"),

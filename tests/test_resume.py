@@ -350,8 +350,6 @@ def test_threads_resume_one_handle_at_different_depths(model):
         t.join()
     assert not wrong and not errors
     handle.close()
-    del handle
-    gc.collect()
     assert model.kv_nbytes == 0 and model._engine.plan.store.reserved_nbytes == 0
 
 

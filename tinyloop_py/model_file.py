@@ -81,7 +81,15 @@ class ModelFile:
         The weights in layout order (int8 scales belong to their weight).
     """
 
-    def __init__(self, path: str, meta: FileMetadata, entries: Mapping[str, HeaderEntry], dtypes: Mapping[str, str], mapping: mmap.mmap, file_id: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        path: str,
+        meta: FileMetadata,
+        entries: Mapping[str, HeaderEntry],
+        dtypes: Mapping[str, str],
+        mapping: mmap.mmap,
+        file_id: tuple[int, ...],
+    ) -> None:
         self.path = path
         self.config: ModelConfig = meta.config
         self.tokenizer_json = meta.tokenizer_json

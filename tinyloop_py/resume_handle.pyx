@@ -5,7 +5,6 @@ from libc.stdint cimport int32_t
 
 from .arguments cimport int_argument
 from .depth cimport deepen, new_rows, run_keeping_rows, shallow
-from .engine cimport Engine
 from .hidden_rows cimport HiddenRows
 from .sequence cimport KvPrefix
 
@@ -94,8 +93,11 @@ cdef class ResumeHandle:
         if depth <= base.loops:
             return
         kept = new_rows(self.engine, base.n_tokens, rows)
-        self._held = (self.deeper(base, rows, depth, kept), kept)
-        self.loops = depth
+        made = (self.deeper(base, rows, depth, kept), kept)
+        base, rows = self.held()  # closed meanwhile, or extended by another thread
+        if depth > base.loops:
+            self._held = made
+            self.loops = depth
 
     def _prefix_at(self, loops):
         """`prefix_at` for callers in Python."""

@@ -41,6 +41,11 @@ class SavedEntry:
     hits: int = 0
     serial: int = 0  # order of registration
 
+    @property
+    def all_spans(self) -> tuple[int, ...]:
+        """Those of full pages and of the partly filled one."""
+        return self.spans if self.tail is None else (*self.spans, self.tail)
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -67,6 +72,8 @@ def read_contents(text: str, kind: str) -> Contents:
         raise FormatError("the metadata's pool and fingerprint must be objects")
     spans = [_span(v) for v in _list(value["spans"], "spans")]
     entries = [_entry(v, len(spans)) for v in _list(value["entries"], "entries")]
+    if {i for e in entries for i in e.all_spans} != set(range(len(spans))):
+        raise FormatError("a span belongs to no entry")
     if entries and value["fingerprint"] is None:
         raise FormatError("the metadata lacks the fingerprint")
     return Contents(kind, value["fingerprint"], spans, entries, value["pool"])
@@ -91,6 +98,8 @@ def check_pages(entry: SavedEntry, spans: Sequence[SavedSpan], part_windows: Seq
             last = span.first_page + span.n_pages
             if needed < last and span.first_page + span.first_held.get(stage, span.n_pages) > max(needed, span.first_page):
                 raise FormatError(f"an entry lacks pages of stage {stage}")
+    if any(stage not in stages for i in entry.all_spans for stage in spans[i].first_held):
+        raise FormatError("a span has pages of a stage that the model lacks")
     if (entry.tail is not None) != (entry.n_tokens % PAGE > 0):
         raise FormatError("an entry lacks its partly filled page, or has one too many")
     if entry.tail is not None:

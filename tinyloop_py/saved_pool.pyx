@@ -20,7 +20,7 @@ def save_pool(PrefixPool pool, path):
     model = models.pop() if models else None
     if held and model is None:
         raise RuntimeError("the model of the pool's prefixes is gone")
-    places = [{"namespace": entry.key[3], "pinned": bool(entry.pinned), "hits": entry.hits, "serial": entry.serial} for entry in held]
+    places = [{"namespace": entry.key[3], "pinned": bool(entry.pinned), "hits": entry.hits, "serial": (<PoolEntry>entry).serial} for entry in held]
     prefixes = [(entry.tokens, entry.payload) for entry in held]
     save_prefixes(model, path, "pool", prefixes, places, {name: getattr(pool, name) for name in ARGUMENTS})
 

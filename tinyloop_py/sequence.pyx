@@ -252,11 +252,12 @@ cdef class Sequence:
 
     cdef int copy_last_page(self, Sequence source) except -1:
         """After `fork`: copies the source's partly filled page, so that its tokens are all here."""
-        cdef int stage
+        cdef int stage, at
         self.grow(source.n_tokens)
         for stage in range(self.n_stages):
-            if self.n_pages > self.own_first and source.table[stage * self.stride + self.own_first] >= 0:
-                self.store.copy_page(part_of(stage), source.table[stage * self.stride + self.own_first], self.table[stage * self.stride + self.own_first])
+            at = stage * self.stride + self.own_first
+            if self.n_pages > self.own_first and source.table[at] >= 0:
+                self.store.copy_page(part_of(stage), source.table[at], self.table[at])
         self.n_tokens = source.n_tokens
         return 0
 
