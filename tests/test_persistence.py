@@ -21,6 +21,8 @@ from tinyloop_py.tensor_file import TensorFile, TensorFileWriter
 
 GREEDY = {"temperature": 0.0, "stop_tokens": ()}
 TOKENS = random_tokens(CONFIGS["huginn"], 120)  # ids that every model here has
+pytestmark = pytest.mark.filterwarnings("ignore:loops = .* is deeper")
+
 KV_MODES = ("fp16", "bf16", "fp32", "int8", "int4")
 
 
@@ -213,7 +215,7 @@ def saved(model, path):
     return path
 
 
-def assert_refused(model, path, error=tl.FormatError, text="", load="load_pool", **how):
+def assert_refused(model, path, error=tl.FormatError, text=None, load="load_pool", **how):
     with pytest.raises(error, match=text) as caught:
         getattr(model, load)(path, **how)
     if error is not FileNotFoundError:
@@ -268,7 +270,7 @@ def test_a_pool_and_a_cache_are_two_things(model, saved, tmp_path):
 def test_another_models_file_is_refused(backend, saved, name, dtype, how, text):
     with open_model(backend, name, dtype, **how) as other:
         assert_refused(other, saved, ValueError, text)
-        if "rebuild" not in text:
+        if "rebuild" not in (text or ""):
             assert_refused(other, saved, ValueError, text, rebuild=True)
 
 
@@ -321,7 +323,7 @@ def pop_stage(contents):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda c: c["entries"][1].update(spans=c["entries"][1]["spans"][:1]), "belongs to no entry"),
+        (lambda c: c["entries"][1].update(spans=c["entries"][1]["spans"][:1]), "end with its full pages"),
         (lambda c: c["entries"][0].update(spans=[]), "lacks pages"),
         (lambda c: c["entries"][1].update(spans=c["entries"][1]["spans"][1:]), "lacks pages"),
         (lambda c: c["entries"][1].update(spans=c["entries"][1]["spans"][::-1]), "follow each other"),

@@ -72,8 +72,6 @@ def read_contents(text: str, kind: str) -> Contents:
         raise FormatError("the metadata's pool and fingerprint must be objects")
     spans = [_span(v) for v in _list(value["spans"], "spans")]
     entries = [_entry(v, len(spans)) for v in _list(value["entries"], "entries")]
-    if {i for e in entries for i in e.all_spans} != set(range(len(spans))):
-        raise FormatError("a span belongs to no entry")
     if entries and value["fingerprint"] is None:
         raise FormatError("the metadata lacks the fingerprint")
     return Contents(kind, value["fingerprint"], spans, entries, value["pool"])
@@ -106,6 +104,12 @@ def check_pages(entry: SavedEntry, spans: Sequence[SavedSpan], part_windows: Seq
         tail = spans[entry.tail]
         if (tail.first_page, tail.n_pages, tail.n_stages) != (n_full, 1, 2 + entry.loops) or any(tail.first_held.get(s, 1) for s in stages):
             raise FormatError("an entry's partly filled page is of another shape")
+
+
+def check_spans(contents: Contents) -> None:
+    """FormatError unless every span belongs to an entry, whose checks bound it."""
+    if {i for entry in contents.entries for i in entry.all_spans} != set(range(len(contents.spans))):
+        raise FormatError("a span belongs to no entry")
 
 
 def _list(value: Any, what: str) -> list[Any]:

@@ -21,7 +21,7 @@ from .tokens cimport c_check_vocab
 from .errors import FormatError
 from .fingerprint import REBUILT, differences
 from .safetensors_header import ITEM_NBYTES
-from .saved_contents import FORMAT, VERSION, Contents, SavedEntry, SavedSpan, check_pages, read_contents
+from .saved_contents import FORMAT, VERSION, Contents, SavedEntry, SavedSpan, check_pages, check_spans, read_contents
 from .tensor_file import NUMPY_TYPES, TensorFile, TensorFileWriter
 
 cdef int64_t GROUP_NBYTES = 1 << 23  # copied at a time
@@ -177,6 +177,7 @@ cdef list read_prefixes(Engine engine, object file, object contents):
     n_layers = (c.n_prelude, c.n_coda, c.n_core)
     for entry in contents.entries:
         check_pages(entry, contents.spans, engine.part_windows(entry.cache_window), n_layers)
+    check_spans(contents)
     for span in contents.spans:
         for stage, first in span.first_held.items():
             promised += (span.n_pages - first) * store.page_nbytes(min(stage, TL_STAGE_CORE))
