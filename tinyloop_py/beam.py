@@ -17,4 +17,4 @@ class Beam:
 
 def score(total: float, n_new: int, length_penalty: float) -> float:
     """What ranks a beam whose `n_new` log-probabilities add up to `total`."""
-    return total / n_new**length_penalty
+    return float(total / n_new**length_penalty)
