@@ -1,26 +1,39 @@
-"""The examples of the documentation run as they stand."""
+"""The examples of the documentation run: the Python blocks of a page in order, in one namespace, on a small random model."""
 
-from __future__ import annotations
-
+import contextlib
+import io
 import re
 from pathlib import Path
 
 import pytest
-from models import CONFIGS, random_tokens
-from runtime import open_model
+from models import CONFIGS, random_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import tinyloop_py as tl
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = ("beam-search", "persistence", "resume")  # each goes on from `model` and `prompt`
+PAGES = ("streaming.md", "prefix-cache.md", "batch.md", "sampling.md")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """A model file with a tokenizer that has a token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("docs") / "demo.tinyloop"
+    tl.save_model(path, CONFIGS["shipped"], random_model(CONFIGS["shipped"]), tokenizer)
+    return path
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_examples_of_a_page(backend, page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.M | re.S)
-    assert examples
-    with open_model(backend, "shipped", "bf16", max_seq_len=256) as model:
-        names = {"tl": tl, "model": model, "prompt": random_tokens(CONFIGS["shipped"], 40)}
-        for example in examples:
-            exec(compile(example, f"docs/{page}.md", "exec"), names)
+def test_examples(page, demo, monkeypatch):
+    monkeypatch.setattr(tl, "demo_model", lambda: demo)
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    names = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for number, block in enumerate(blocks, 1):
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
+    names["model"].close()

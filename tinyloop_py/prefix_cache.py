@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from .atomic_file import PathLike
 from .saved_prefixes import save_prefixes
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .loaded_model import LoadedModel
     from .sequence import KvPrefix
 

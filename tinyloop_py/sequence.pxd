@@ -32,6 +32,7 @@ cdef class Sequence:
 
     cdef int32_t take(self, int part) except -1
     cdef void free_behind(self) noexcept
+    cdef bint all_windowed(self) noexcept
     cdef void drop_spans(self, int limit) noexcept
     cdef Sequence fork(self)
     cdef int copy_last_page(self, Sequence source) except -1
