@@ -95,7 +95,7 @@ int store_v(int kv_dtype, int head_dim, const float *v, void *block, int slot) {
 }
 
 void prepare_q(int kv_dtype, int head_dim, float *q) {
-  if (is_quantised(kv_dtype)) return operand_q(kv_dtype, head_dim, q);
+  if (is_quantised(kv_dtype)) return operand_q(head_dim, q);
   TL_BY_KV_TYPE(kv_dtype, (void)0, round_all<KvBf16>(pad16(head_dim), q), round_all<KvF16>(pad16(head_dim), q));
 }
 

@@ -1,8 +1,8 @@
 // Attention of one chunk of 64 quantised keys: as attention.cpp, with the products over codes in integers.
 //
-// With value = scale * code + zero per token and group, a score is the sum over groups of scale * (codes . q) + zero * sum(q),
-// and the output of a group is (P scale) . codes + P . zero. The query and, per group, P scale are 16-bit operands with a scale;
-// the sum of P uses P itself. A code of int8 carries 128 more, which the integers take away again.
+// With key = scale * code per token, a score is scale * (codes . q). With value = scale * code + zero per token and group of
+// dimensions, the output of a group is (P scale) . codes + P . zero. The query and, per group, P scale are 16-bit operands with a
+// scale; the sum of P uses P itself. A code of 8 bits carries 128 more, which the integers take away again.
 #include "code_dot.h"
 #include "kv_layout.h"
 #include "rows.h"
@@ -10,8 +10,7 @@
 namespace tl {
 namespace TL_ISA_NS {
 
-template <int Bits>
-constexpr int kBias = Bits == 8 ? -128 : 0;
+constexpr int kBias = -128;  // of codes of 8 bits
 
 // The attention weights of one query as operands, per group of dimensions.
 struct Weights {
@@ -31,54 +30,41 @@ struct Prefetch {
   }
 };
 
-// acc += keys of NP pages . NQ queries, over dimensions from 4 * begin to 4 * end.
-template <int Bits, int Pass, int NQ, int NP>
-TL_INLINE void dot_keys(const uint8_t *const *page, int begin, int end, const uint32_t *const *words, Prefetch &near, vi acc[NQ][NP]) {
-  for (int i = begin; i < end; i += 8 / Bits) {
+// acc += keys of NP pages . NQ queries.
+template <int Pass, int NQ, int NP>
+TL_INLINE void dot_keys(const uint8_t *const *page, int n_steps, const uint32_t *const *words, Prefetch &near, vi acc[NQ][NP]) {
+  for (int i = 0; i < n_steps; i++) {
     near.step();
     TL_UNROLL for (int p = 0; p < NP; p++) {
-      const Codes raw = load_codes(page[p] + i * 8 * Bits);
-      const Codes first = Bits == 4 ? low_half(raw) : raw;
-      TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][p] = dot<Pass>(acc[j][p], first, words[j][2 * i + Pass]);
-      if (Bits == 8) continue;
-      const Codes second = high_half(raw);
-      TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][p] = dot<Pass>(acc[j][p], second, words[j][2 * i + 2 + Pass]);
+      const Codes codes = load_codes(page[p] + i * 64);
+      TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][p] = dot<Pass>(acc[j][p], codes, words[j][2 * i + Pass]);
     }
   }
 }
 
 // Scores of NQ queries against NP pages.
-template <int Bits, int NQ, int NP>
+template <int NQ, int NP>
 static void scores(const AttendChunk *c, const KvLayout &a, int first_query, int first_page, float s[][TL_KEY_CHUNK]) {
-  vf total[NQ][NP];
+  vi acc[NQ][NP];
   const uint8_t *page[NP];
   const uint32_t *words[NQ];
   TL_UNROLL for (int j = 0; j < NQ; j++) {
     words[j] = query_operands(c->q[first_query + j], a.pad).words;
-    TL_UNROLL for (int p = 0; p < NP; p++) total[j][p] = zero();
+    TL_UNROLL for (int p = 0; p < NP; p++) acc[j][p] = set1_int(0);
   }
   TL_UNROLL for (int p = 0; p < NP; p++) page[p] = (const uint8_t *)c->block[first_page + p];
   Prefetch near{c->next, 0, first_query == 0 && c->next[0] ? (int)(a.nbytes / 64) : 0};
-  for (int g = 0; g < a.n_groups; g++) {
-    const int begin = g * a.group / 4, end = g + 1 < a.n_groups ? (g + 1) * a.group / 4 : a.pad / 4;
-    vi acc[NQ][NP];
-    TL_UNROLL for (int j = 0; j < NQ; j++) TL_UNROLL for (int p = 0; p < NP; p++) acc[j][p] = set1_int(0);
-    dot_keys<Bits, 0, NQ, NP>(page, begin, end, words, near, acc);
-    TL_UNROLL for (int j = 0; j < NQ; j++) TL_UNROLL for (int p = 0; p < NP; p++) acc[j][p] = between_passes(acc[j][p]);
-    dot_keys<Bits, 1, NQ, NP>(page, begin, end, words, near, acc);
-    TL_UNROLL for (int j = 0; j < NQ; j++) {
-      const int32_t sum = query_operands(c->q[first_query + j], a.pad).sum[g];
-      TL_UNROLL for (int p = 0; p < NP; p++) {
-        if (Bits == 4) total[j][p] = fma(load_bf16((const uint16_t *)(page[p] + a.k_zero) + g * kLanes), set1((float)sum), total[j][p]);
-        const vf product = to_float(Bits == 8 ? add(acc[j][p], set1_int(kBias<Bits> * sum)) : acc[j][p]);
-        total[j][p] = fma(product, load_bf16((const uint16_t *)(page[p] + a.k_scale) + g * kLanes), total[j][p]);
-      }
-    }
-  }
+  dot_keys<0, NQ, NP>(page, a.pad / 4, words, near, acc);
+  TL_UNROLL for (int j = 0; j < NQ; j++) TL_UNROLL for (int p = 0; p < NP; p++) acc[j][p] = between_passes(acc[j][p]);
+  dot_keys<1, NQ, NP>(page, a.pad / 4, words, near, acc);
   while (near.line < near.n_lines) near.step();
   TL_UNROLL for (int j = 0; j < NQ; j++) {
-    const vf scale = set1(*query_operands(c->q[first_query + j], a.pad).scale * c->scale);
-    TL_UNROLL for (int p = 0; p < NP; p++) store(s[j] + (first_page + p) * kLanes, mul(total[j][p], scale));
+    const QueryOperands q = query_operands(c->q[first_query + j], a.pad);
+    const vf scale = set1(*q.scale * c->scale);
+    TL_UNROLL for (int p = 0; p < NP; p++) {
+      const vf product = to_float(add(acc[j][p], set1_int(kBias * *q.sum)));
+      store(s[j] + (first_page + p) * kLanes, mul(mul(product, load_bf16((const uint16_t *)(page[p] + a.k_scale))), scale));
+    }
   }
 }
 
@@ -125,19 +111,19 @@ static void soften(const AttendChunk *c, const KvLayout &a, int query, const flo
 // acc += weights of NQ queries . NV vectors of one page's values.
 template <int Bits, int Pass, int NQ, int NV>
 TL_INLINE void dot_values(const uint8_t *codes, int hop, const uint32_t *const *words, vi acc[NQ][NV]) {
-  TL_UNROLL for (int i = 0; i < 4; i++)
-    TL_UNROLL for (int v = 0; v < NV; v += 8 / Bits) {
-      const Codes raw = load_codes(codes + i * hop + v * 8 * Bits);
-      const Codes first = Bits == 4 ? low_half(raw) : raw;
-      TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v] = dot<Pass>(acc[j][v], first, words[j][2 * i + Pass]);
-      if (Bits == 8) continue;
-      const Codes second = high_half(raw);
-      TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v + 1] = dot<Pass>(acc[j][v + 1], second, words[j][2 * i + Pass]);
-    }
+  TL_UNROLL for (int i = 0; i < 4; i++) TL_UNROLL for (int v = 0; v < NV; v += 8 / Bits) {
+    const Codes raw = load_codes(codes + i * hop + v * 8 * Bits);
+    const Codes first = Bits == 4 ? low_half(raw) : raw;
+    TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v] = dot<Pass>(acc[j][v], first, words[j][2 * i + Pass]);
+    if (Bits == 8) continue;
+    const Codes second = high_half(raw);
+    TL_UNROLL for (int j = 0; j < NQ; j++) acc[j][v + 1] = dot<Pass>(acc[j][v + 1], second, words[j][2 * i + Pass]);
+  }
 }
 
 template <int Bits, int Pass, int NQ, int NV>
-TL_INLINE void dot_value_pages(const AttendChunk *c, const KvLayout &a, int page_begin, int page_end, int d, int g, const Weights *w, vi acc[NQ][NV]) {
+TL_INLINE void dot_value_pages(const AttendChunk *c, const KvLayout &a, int page_begin, int page_end, int d, int g, const Weights *w,
+                               vi acc[NQ][NV]) {
   const int hop = Bits == 4 ? (a.pad + 31) / 32 * 64 : a.pad * 4, at = d * 4 * Bits / 8;
   for (int p = page_begin; p < page_end; p++) {
     const uint32_t *words[NQ];
@@ -149,7 +135,7 @@ TL_INLINE void dot_value_pages(const AttendChunk *c, const KvLayout &a, int page
 // o of NQ queries over NV vectors of dimensions from d on, all of one group.
 template <int Bits, int NQ, int NV>
 static void weigh(const AttendChunk *c, const KvLayout &a, int first, int page_begin, int page_end, int d, const Weights *w) {
-  const int g = d / TL_KV_GROUP * (a.n_groups > 1);
+  const int g = d / a.v_group;
   vi acc[NQ][NV];
   TL_UNROLL for (int j = 0; j < NQ; j++) TL_UNROLL for (int v = 0; v < NV; v++) acc[j][v] = set1_int(0);
   dot_value_pages<Bits, 0, NQ, NV>(c, a, page_begin, page_end, d, g, w, acc);
@@ -160,7 +146,7 @@ static void weigh(const AttendChunk *c, const KvLayout &a, int first, int page_b
     const vf scale = set1(w[j].scale[g]);
     float *o = c->state[first + j] + kStateHead + d + v * kLanes;
     if (Bits == 8)
-      store(o, mul(to_float(add(acc[j][v], set1_int(kBias<Bits> * w[j].sum[g]))), scale));
+      store(o, mul(to_float(add(acc[j][v], set1_int(kBias * w[j].sum[g]))), scale));
     else
       store(o, fma(to_float(acc[j][v]), scale, set1(w[j].zero[g])));
   }
@@ -177,9 +163,9 @@ static void attend(const AttendChunk *c, const KvLayout &a, int first) {
   Weights w[NQ];
   const int page_begin = lo / TL_PAGE_POSITIONS, page_end = (hi + TL_PAGE_POSITIONS - 1) / TL_PAGE_POSITIONS;
   if (page_begin == 0 && page_end == 4)
-    scores<Bits, NQ, 4>(c, a, first, 0, s);
+    scores<NQ, 4>(c, a, first, 0, s);
   else
-    for (int p = page_begin; p < page_end; p++) scores<Bits, NQ, 1>(c, a, first, p, s);
+    for (int p = page_begin; p < page_end; p++) scores<NQ, 1>(c, a, first, p, s);
   for (int i = 0; i < NQ; i++) soften<Bits>(c, a, first + i, s[i], w[i]);
   int d = 0;
   if (Bits == 8)

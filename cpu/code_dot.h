@@ -91,7 +91,7 @@ TL_INLINE OperandScale operand_scale(float top) {
   return {top * (1.0f / kOperandMax), top >= kLeast ? (float)kOperandMax / top : 0.0f};
 }
 
-// A query in its row of q: words, then scale, then per group the sum of the operands. It fits, since head_pad is 16 or more.
+// A query in its row of q: words, then their scale, then the sum of the operands. It fits, since head_pad is 16 or more.
 struct QueryOperands {
   uint32_t *words;
   float *scale;

@@ -16,6 +16,13 @@ constexpr int kStateHead = 16;     // floats before o in an attention state: m, 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int pad16(int n) { return round_up(n, 16); }
 
+inline int int8_groups(int n_in) { return round_up(n_in, TL_INT8_GROUP) / TL_INT8_GROUP; }
+// Bytes of one row of a product's operand that outlives its batch.
+inline uint64_t operand_row_nbytes(int dtype, int n_in) {
+  if (dtype == TL_INT8) return (uint64_t)int8_groups(n_in) * (TL_INT8_GROUP + sizeof(float));
+  return (uint64_t)n_in * (dtype == TL_F32 ? 4 : 2);
+}
+
 // Queries that share a sequence and a KV head, against one chunk of 64 keys.
 struct AttendChunk {
   int kv_dtype;
@@ -40,6 +47,8 @@ struct Kernels {
   int (*block_rows)(int dtype);
   uint64_t (*block_nbytes)(int dtype, int n_in, int n_rows);
   void (*write_block_row)(int dtype, int n_in, const float *x, void *block, int n_rows, int row);
+  void (*store_operand)(int dtype, int n_in, const float *x, void *out);
+  void (*load_operand)(int dtype, int n_in, const void *stored, float *work, void *block, int n_rows, int row);
   void (*matmul)(const tl_matrix *w, int panel, int n_panels, const void *block, int n_rows, float *out, int out_stride);
 
   // Rows (rows.cpp)

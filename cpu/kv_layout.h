@@ -1,10 +1,10 @@
 // How the K and V of one layer and KV head lie in a page of 16 tokens: a block, the blocks of a page one after the other.
 //
 // Float types hold K as (head_dim, 16) and V as (16, head_pad) values. Quantised types hold codes, four of them beside each
-// other, and behind them the bfloat16 scales, and for int4 zeros, as (groups, 16):
-//   int8  K (pad / 4, 16, 4), V (4, pad, 4): a byte is a code plus 128
-//   int4  K (pad / 8, 16, 4): a byte is dimension 8 i + j, and 8 i + 4 + j above it; V (4, pad / 32, 16, 4): dimension 32 i + j,
-//         and 32 i + 16 + j above it. No two tokens share a byte, since different threads may write them.
+// other, and behind them the bfloat16 scales, and for V of int4 zeros, as (groups, 16):
+//   K of both, V of int8: (pad / 4, 16, 4) and (4, pad, 4), a byte is a code plus 128; one group
+//   V of int4: (4, pad / 32, 16, 4), a byte is dimension 32 i + j, and 32 i + 16 + j above it; groups of TL_KV_GROUP
+// No two tokens share a byte, since different threads may write them.
 #pragma once
 
 #include "tinyloop.h"
@@ -20,42 +20,32 @@ inline int rotation_block(int kv_dtype, int head_dim) { return is_quantised(kv_d
 
 struct KvLayout {
   int pad;       // head_dim in whole vectors
-  int group;     // dimensions that share a scale
-  int n_groups;
-  uint64_t v, k_scale, v_scale, k_zero, v_zero;  // byte offsets in a block; K lies at 0
+  int v_group;   // dimensions that share a scale of V
+  int n_groups;  // of V
+  uint64_t v, k_scale, v_scale, v_zero;  // byte offsets in a block; K lies at 0
   uint64_t nbytes;
 };
 
 inline KvLayout kv_layout(int kv_dtype, int head_dim) {
-  const int pad = (head_dim + 15) / 16 * 16, pairs = (head_dim + 31) / 32;
-  KvLayout a = {pad, head_dim, 1, 0, 0, 0, 0, 0, 0};
-  uint64_t k_nbytes, v_nbytes;
-  if (kv_dtype == TL_INT4) {
-    a.group = TL_KV_GROUP;
-    a.n_groups = (head_dim + TL_KV_GROUP - 1) / TL_KV_GROUP;
-    k_nbytes = pad * TL_PAGE_POSITIONS / 2;
-    v_nbytes = pairs * TL_PAGE_POSITIONS * 16;
-  } else {
-    const int size = kv_dtype == TL_INT8 ? 1 : kv_dtype == TL_F32 ? 4 : 2;
-    k_nbytes = (uint64_t)(kv_dtype == TL_INT8 ? pad : head_dim) * TL_PAGE_POSITIONS * size;
-    v_nbytes = (uint64_t)pad * TL_PAGE_POSITIONS * size;
-  }
-  const uint64_t scales = is_quantised(kv_dtype) ? a.n_groups * TL_PAGE_POSITIONS * 2 : 0, zeros = kv_dtype == TL_INT4 ? scales : 0;
-  a.v = k_nbytes;
-  a.k_scale = a.v + v_nbytes;
+  const bool is_int4 = kv_dtype == TL_INT4;
+  const int pad = (head_dim + 15) / 16 * 16, group = is_int4 ? TL_KV_GROUP : pad, n_groups = (head_dim + group - 1) / group;
+  const int size = is_quantised(kv_dtype) ? 1 : kv_dtype == TL_F32 ? 4 : 2;
+  const uint64_t scales = is_quantised(kv_dtype) ? TL_PAGE_POSITIONS * 2 : 0;  // bytes of a group's
+  KvLayout a = {pad, group, n_groups, 0, 0, 0, 0, 0};
+  a.v = (uint64_t)(is_quantised(kv_dtype) ? pad : head_dim) * TL_PAGE_POSITIONS * size;
+  a.k_scale = a.v + TL_PAGE_POSITIONS * (is_int4 ? (uint64_t)(head_dim + 31) / 32 * 16 : (uint64_t)pad * size);
   a.v_scale = a.k_scale + scales;
-  a.k_zero = a.v_scale + scales;
-  a.v_zero = a.k_zero + zeros;
-  a.nbytes = a.v_zero + zeros;
+  a.v_zero = a.v_scale + scales * n_groups;
+  a.nbytes = (a.v_zero + (is_int4 ? scales * n_groups : 0) + 63) / 64 * 64;
   return a;
 }
 
-// One token of one layer and KV head outside of a page: head_dim values; or head_dim codes (int8: signed; int4: two a byte, the
-// even dimension below), then n_groups scales, then for int4 n_groups zeros, in bfloat16.
-inline uint64_t kv_row_nbytes(int kv_dtype, int head_dim) {
-  if (kv_dtype == TL_INT8) return head_dim + 2;
-  if (kv_dtype == TL_INT4) return head_dim / 2 + 4 * ((head_dim + TL_KV_GROUP - 1) / TL_KV_GROUP);
-  return (uint64_t)head_dim * (kv_dtype == TL_F32 ? 4 : 2);
+// Bytes of one token of one layer and KV head outside of a page (tinyloop.h says what they are).
+inline uint64_t k_row_nbytes(int kv_dtype, int head_dim) {
+  return is_quantised(kv_dtype) ? head_dim + 2 : (uint64_t)head_dim * (kv_dtype == TL_F32 ? 4 : 2);
+}
+inline uint64_t v_row_nbytes(int kv_dtype, int head_dim) {
+  return kv_dtype == TL_INT4 ? head_dim / 2 + 4 * ((head_dim + TL_KV_GROUP - 1) / TL_KV_GROUP) : k_row_nbytes(kv_dtype, head_dim);
 }
 
 }  // namespace tl

@@ -145,6 +145,8 @@ void gather_row(const tl_matrix *w, int row, float scale, float *out);
 int block_rows(int dtype);
 uint64_t block_nbytes(int dtype, int n_in, int n_rows);
 void write_block_row(int dtype, int n_in, const float *x, void *block, int n_rows, int row);
+void store_operand(int dtype, int n_in, const float *x, void *out);
+void load_operand(int dtype, int n_in, const void *stored, float *work, void *block, int n_rows, int row);
 
 }  // namespace TL_ISA_NS
 }  // namespace tl

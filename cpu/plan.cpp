@@ -10,13 +10,26 @@
 
 namespace tl {
 
-uint64_t page_nbytes(const tl_plan_desc &d, int part) {
-  return (uint64_t)d.n_layers[part] * d.n_kv_heads * kv_layout(d.kv_dtype, d.head_dim).nbytes;
-}
+uint64_t page_nbytes(const tl_plan_desc &d, int part) { return (uint64_t)d.n_layers[part] * d.n_kv_heads * kv_layout(d.kv_dtype, d.head_dim).nbytes; }
 
 namespace {
-
 uint64_t align64(uint64_t n) { return (n + 63) / 64 * 64; }
+}  // namespace
+
+uint64_t operand_nbytes(const tl_plan_desc &d, int part, std::vector<uint64_t> *offsets) {
+  uint64_t at = 0;
+  for (int i = 0; i < d.n_phases; i++) {
+    const tl_phase &p = d.phases[i];
+    if (p.kind != TL_PHASE_QKV || p.part != part) continue;
+    if (offsets) (*offsets)[i] = at;
+    at += TL_PAGE_POSITIONS * operand_row_nbytes(p.weight.dtype, p.weight.n_in);
+  }
+  return at;
+}
+
+uint64_t operand_page_nbytes(const tl_plan_desc &d, int part) { return align64(operand_nbytes(d, part)); }
+
+namespace {
 
 // Operand bytes of n rows: full blocks, and the remainder as a block of its own.
 uint64_t operand_nbytes(const Kernels &k, const tl_matrix &w, int n_rows) {
@@ -81,6 +94,11 @@ void lay_out(tl_plan &p) {
 }  // namespace tl
 
 tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d) : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases) {
+  operand_offset.resize(d.n_phases);
+  for (int part = 0; part < 3; part++) {
+    operand_nbytes[part] = tl::operand_nbytes(d, part, &operand_offset);
+    operand_page_nbytes[part] = tl::operand_page_nbytes(d, part);
+  }
   desc.phases = nullptr;
   dim_pad = tl::pad16(d.dim);
   head_pad = tl::pad16(d.head_dim);

@@ -54,6 +54,8 @@ struct tl_plan {
   tl::KvLayout kv;                   // of one layer and KV head in a page
   int rotation;                      // block of the turn that quantised K and V lie in, 1 = none
   uint64_t page_nbytes[3];
+  uint64_t operand_page_nbytes[3], operand_nbytes[3];  // in whole lines, and without the rest of the last
+  std::vector<uint64_t> operand_offset;  // by phase: where a QKV phase's rows begin in an operand page
 
   float *buffer(uint64_t offset) const { return (float *)(memory + offset); }
   uint8_t *thread_memory(int thread) const { return memory + scratch.thread + thread * scratch.thread_nbytes; }
@@ -63,6 +65,9 @@ struct tl_plan {
 namespace tl {
 
 uint64_t page_nbytes(const tl_plan_desc &d, int part);
+// A page of operands is, per layer, 16 rows of the QKV product's operand. Fills in the offsets of the part's phases where asked.
+uint64_t operand_nbytes(const tl_plan_desc &d, int part, std::vector<uint64_t> *offsets = nullptr);
+uint64_t operand_page_nbytes(const tl_plan_desc &d, int part);
 
 // Between a page and the canonical layout (keys and values (n_layers, n_kv_heads, 16) rows); to_page says which way.
 void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page);

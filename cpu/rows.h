@@ -22,7 +22,7 @@ void attend_chunk(const AttendChunk *c);
 // The same of quantised types.
 void store_k_codes(int kv_dtype, int head_dim, const float *k, uint8_t *block, int slot);
 void store_v_codes(int kv_dtype, int head_dim, const float *v, uint8_t *block, int slot);
-void operand_q(int kv_dtype, int head_dim, float *q);
+void operand_q(int head_dim, float *q);
 void attend_codes(const AttendChunk *c);
 void rotate(int n, int block, float *x);
 void merge_state(int head_dim_pad, const float *later, float *state);

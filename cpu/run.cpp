@@ -109,7 +109,9 @@ void run_thread(void *arg, int thread) {
 }
 
 void add_section(Run &r, int section, int stage, int loop) {
-  for (int i = r.plan.desc.section[section]; i < r.plan.desc.section[section + 1]; i++) r.steps.push_back({&r.plan.phases[i], stage, loop});
+  const bool rebuild = r.batch.sections & TL_RUN_REBUILD;
+  for (int i = r.plan.desc.section[section]; i < r.plan.desc.section[section + 1]; i++)
+    if (!rebuild || r.plan.phases[i].kind == TL_PHASE_QKV) r.steps.push_back({&r.plan.phases[i], stage, loop});
 }
 
 void lay_steps(Run &r) {
@@ -117,7 +119,7 @@ void lay_steps(Run &r) {
   const auto copy = [&r](Copy what, int loop) { r.steps.push_back({nullptr, 0, loop, what}); };
   if (b.sections & TL_RUN_PRELUDE)
     add_section(r, 0, TL_STAGE_PRELUDE, 0);
-  else if (b.n_rows)
+  else if (b.n_rows && b.x_in)
     copy(kLoadRows, 0);
   if (b.sections & TL_RUN_CORE)
     for (int loop = b.loop_begin; loop < b.loop_end; loop++) {

@@ -42,7 +42,7 @@ def to_int8(x: np.ndarray, group: int = 32) -> np.ndarray:
     return (steps * scale).reshape(*x.shape[:-1], -1)[..., :n]
 
 
-CODES = {"int8": (int8_codes, int8_codes), "int4": (int4_codes, int4_codes)}
+CODES = {"int8": (int8_codes, int8_codes), "int4": (int8_codes, int4_codes)}
 ROUND: dict[str, Callable[[np.ndarray], np.ndarray]] = {"f32": to_f32, "f16": to_f16, "bf16": to_bf16, "int8": to_int8}
 
 

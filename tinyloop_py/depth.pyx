@@ -15,7 +15,7 @@ from .abi cimport (
 )
 from .engine cimport Engine
 from .hidden_rows cimport HiddenRows
-from .sequence cimport KvPrefix, Sequence, Span
+from .sequence cimport PAGES_OPERANDS, KvPrefix, Sequence, Span
 
 cdef int PAGE = TL_PAGE_POSITIONS
 
@@ -30,6 +30,7 @@ cdef HiddenRows new_rows(Engine engine, int n_tokens, HiddenRows like):
 cdef KvPrefix run_keeping_rows(Engine engine, const int32_t[::1] tokens, int loops, int window, HiddenRows rows):
     """`Engine.build_prefix`, leaving every token's x in `rows`."""
     cdef Sequence seq = engine.new_sequence(loops, window)
+    cdef KvPrefix prefix
     cdef int n = tokens.shape[0], first, count
     cdef int32_t last
     cdef tl_batch want
@@ -37,8 +38,10 @@ cdef KvPrefix run_keeping_rows(Engine engine, const int32_t[::1] tokens, int loo
     boundary_x = np.empty((loops, engine.config.dim), np.float32)
     cdef float[::1] final_view = final_x
     cdef float[:, ::1] boundary_view = boundary_x
+    if engine.plan.keeps_operands:
+        seq.operands = engine.new_sequence(loops, window, PAGES_OPERANDS)
     try:
-        seq.reserve(n, engine.max_rows)
+        engine.open(seq, None, n)
         while seq.n_tokens < n:
             first = seq.n_tokens
             count = min(engine.max_rows, n - first)
@@ -52,16 +55,20 @@ cdef KvPrefix run_keeping_rows(Engine engine, const int32_t[::1] tokens, int loo
                 want.final_x = &final_view[0]
                 want.boundary_x = &boundary_view[0, 0]
             engine.step(seq, &tokens[first], count, &want)
-        return seq.freeze(final_x, boundary_x)
-    except BaseException:
+        prefix = (seq if seq.operands is None else seq.operands).freeze(final_x, boundary_x)
+    finally:
         seq.release()
-        raise
+    return prefix
 
 
 cdef KvPrefix deepen(Engine engine, const int32_t[::1] tokens, KvPrefix base, HiddenRows rows, int loops, HiddenRows deeper):
-    """Runs the loops from base.loops to `loops` over a prompt whose rows are kept; `deeper` takes the new ones, where given."""
+    """Runs the loops from base.loops to `loops` over a prompt whose rows are kept; `deeper` takes the new ones, where given.
+
+    The result holds keys and values, in h mode too.
+    """
     cdef _Further further = _Further(engine, base, loops)
     cdef int first, n = base.n_tokens
+    base = engine.with_kv(base)
     try:
         further.open(base)
         for first in range(0, n, engine.max_rows):
@@ -94,6 +101,7 @@ cdef KvPrefix shallow(Engine engine, KvPrefix base, int loops):
     with engine._lock:
         engine.run_locked(&want)
     prefix.store = base.store
+    prefix.kind = base.kind
     prefix.n_tokens = base.n_tokens
     prefix.loops = loops
     prefix.window = base.window
@@ -195,7 +203,7 @@ cdef class _Further:
             for row in range(span.n_stages):
                 i = row * span.n_pages + page
                 if span.pages[i] < 0:
-                    span.pages[i] = self.seq.take(part)
+                    span.pages[i] = self.seq.take(span.first_stage + row)
                     span.nbytes += self.seq.store.page_nbytes(part)
                     self.seq.table[(span.first_stage + row) * self.seq.stride + page] = span.pages[i]
         return 0

@@ -15,7 +15,10 @@ cdef class Engine:
     cdef int32_t *_seq
     cdef object _lockstep              # the rows of steps over several generations; lockstep.pyx
 
-    cdef Sequence new_sequence(self, int loops, int window)
+    cdef Sequence new_sequence(self, int loops, int window, int kind=*)
+    cdef int rebuild(self, Sequence seq, KvPrefix prefix) except -1
+    cdef int rebuild_rows(self, Sequence seq, const int32_t *operands, int section, int first, int n) except -1
+    cdef KvPrefix with_kv(self, KvPrefix prefix)
     cdef int step(self, Sequence seq, const int32_t *tokens, int n, tl_batch *want) except -1
     cdef int check_open(self) except -1
     cdef int run_locked(self, tl_batch *batch) except -1

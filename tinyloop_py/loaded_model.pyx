@@ -18,7 +18,7 @@ from .tokens cimport as_tokens, c_check_vocab
 
 from .devices import open_context
 from .fingerprint import fingerprint
-from .kv_modes import KV_DTYPES, resolve_kv_mode
+from .kv_modes import KV_DTYPES, check_kv_mode, resolve_kv_mode
 from .model_file import open_model_file
 from .packing import load_weights
 
@@ -48,11 +48,14 @@ cdef class LoadedModel(PoolClient):
             self._stop_tokens = frozenset(self.stop_ids)
             self.chat_template = file.chat_template
             self._tokenizer_json = file.tokenizer_json
+            check_kv_mode(self.kv_mode, file.config)
             context, self.device = open_context(device, threads)
             weights = load_weights(context, file)
             self._weights_id, self._file_id = file.weights_id(), file.file_id
         rows = min(MAX_ROWS, self.max_seq_len)
-        plan = Plan(context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget)
+        plan = Plan(
+            context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget, self.kv_mode == "h"
+        )
         self.nbytes = weights.nbytes
         plan.store.owner = weakref.ref(self)
         self._engine = Engine(plan, self.config)

@@ -29,8 +29,9 @@ class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCachi
         Most tokens of one sequence, prompt and output.
     device : {"auto", "cpu", "cuda", "cuda:N"}
         "auto" is the first CUDA device where one can be used, else the CPU.
-    kv_mode : {"fp16", "bf16", "fp32"}, optional
-        Type that K and V are stored in; None takes it from the environment (`TINYLOOP_KV_*`), else fp16.
+    kv_mode : {"fp16", "bf16", "fp32", "int8", "int4", "h"}, optional
+        How keys and values are held (docs/kv-modes.md); None takes it from the environment (`TINYLOOP_KV_H_MODE`,
+        `TINYLOOP_KV_INT8`, `TINYLOOP_KV_INT4`), else fp16.
     threads : int, optional
         CPU threads, None for the cores that this process may use. The number never changes a result.
     kv_budget : int, optional
@@ -52,7 +53,7 @@ class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCachi
         max_seq_len: int = 2048,
         *,
         device: str = "auto",
-        kv_mode: Literal["fp16", "bf16", "fp32"] | None = None,
+        kv_mode: Literal["fp16", "bf16", "fp32", "int8", "int4", "h"] | None = None,
         threads: int | None = None,
         kv_budget: int | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ cdef class PageSpace:
 
 
 cdef class KvStore:
-    cdef readonly tuple spaces         # PageSpace or None of prelude, coda, core
+    cdef readonly tuple spaces         # PageSpace or None of prelude, coda, core; then of their operands
     cdef readonly object budget        # bytes, or None
     cdef readonly bint closed
     cdef readonly int64_t used_nbytes  # pages, and hidden rows beside them

@@ -66,7 +66,7 @@ cdef class KvStore:
     Parameters
     ----------
     spaces
-        The page spaces of prelude, coda and core; None for a part without layers.
+        The page spaces of prelude, coda and core, then, where operands are kept, of their operands; None for a part without layers.
     budget
         Bytes of pages that may be in use or promised at any time; None for what the system gives.
     free_nbytes

@@ -162,9 +162,11 @@ cdef class Plan:
         Rows of a step that may reach the head.
     kv_budget
         See `KvStore`.
+    keep_operands
+        Have pages for the operands of the QKV products too: what an h mode model holds beyond a call.
     """
 
-    def __init__(self, Context context, config, weights, str kv_dtype, int max_rows, int max_out, int max_pos, kv_budget=None):
+    def __init__(self, Context context, config, weights, str kv_dtype, int max_rows, int max_out, int max_pos, kv_budget=None, bint keep_operands=False):
         cdef uint64_t nbytes
         cdef _Phases phases = _Phases(config, weights)
         self.context = context
@@ -177,6 +179,7 @@ cdef class Plan:
         self.desc.n_phases = phases.n
         for i, first in enumerate(phases.sections):
             self.desc.section[<int>i] = first
+        self.keeps_operands = keep_operands
         self.make_store(kv_budget)
         context.library.check(context.library.f.plan_create(context.handle, &self.desc, &self.handle), "building the plan")
         self.desc.phases = NULL
@@ -191,20 +194,25 @@ cdef class Plan:
             self.context.library.f.plan_destroy(self.handle)
 
     cdef int make_store(self, kv_budget) except -1:
-        """Reserves addresses for each part's pages: the budget's worth, or as much as the machine has memory."""
+        """Reserves addresses for the pages of each part and kind: the budget's worth, or as much as the machine has memory."""
         cdef uint64_t nbytes
-        cdef int part
+        cdef int i, part
         spaces = []
         n_free = self.context.free_nbytes()
         limit = kv_budget if kv_budget is not None else n_free if n_free is not None else 1 << 36
-        for part in range(3):
+        for i in range(6 if self.keeps_operands else 3):
+            part = i % 3
             if not self.desc.n_layers[part]:
                 spaces.append(None)
                 continue
-            self.context.library.check(self.context.library.f.plan_page_nbytes(&self.desc, part, &nbytes), "sizing KV pages")
+            size = self.context.library.f.plan_page_nbytes if i < 3 else self.context.library.f.plan_operand_page_nbytes
+            self.context.library.check(size(&self.desc, part, &nbytes), "sizing pages")
             nbytes = (nbytes + 63) // 64 * 64
             space = PageSpace(self.context.alloc_range(max(limit, nbytes)), nbytes)
-            self.desc.kv_base[part] = <void *><uintptr_t>space.base
+            if i < 3:
+                self.desc.kv_base[part] = <void *><uintptr_t>space.base
+            else:
+                self.desc.operand_base[part] = <void *><uintptr_t>space.base
             spaces.append(space)
         self.store = KvStore(tuple(spaces), kv_budget, self.context.free_nbytes)
         return 0

@@ -130,7 +130,7 @@ cdef class ResumeHandle:
 
     cdef KvPrefix deeper(self, KvPrefix base, HiddenRows rows, int loops, HiddenRows kept):
         cdef const int32_t[::1] tokens = self._tokens
-        if rows is not None:
+        if rows is not None and not (kept is not None and self.engine.plan.keeps_operands):  # what is held in h mode is a whole run's operands
             self._extended_tokens += base.n_tokens
             self._token_loops += <long long>base.n_tokens * (loops - base.loops)
             return deepen(self.engine, tokens, base, rows, loops, kept)

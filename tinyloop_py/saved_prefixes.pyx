@@ -10,12 +10,13 @@ import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
 
-from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
+from .abi cimport TL_F32, TL_INT8, TL_INT8_GROUP, TL_PAGE_POSITIONS, TL_STAGE_CORE
+from .context cimport PackedMatrix
 from .engine cimport Engine
 from .kv_transfer cimport canonical_page, export_pages, import_pages
 from .loaded_model cimport LoadedModel
 from .pages cimport KvStore
-from .sequence cimport KvPrefix, Span
+from .sequence cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Span
 from .tokens cimport c_check_vocab
 
 from .errors import FormatError
@@ -53,8 +54,8 @@ def save_prefixes(LoadedModel model, path, str kind, list prefixes, list places,
     described = [describe(span) for span in numbers]
     for i, span in enumerate(described):
         for stage, first in span.first_held.items():
-            dtype, shape = canonical_page(model._engine, stage)
-            tensors[f"span.{i}.{stage}.keys"] = tensors[f"span.{i}.{stage}.values"] = (dtype, (span.n_pages - first, *shape))
+            for what, (dtype, shape) in canonical_page(model._engine, stage).items():
+                tensors[f"span.{i}.{stage}.{what}"] = (dtype, (span.n_pages - first, *shape))
     contents = Contents(kind, None if model is None else model._fingerprint(), described, entries, pool)
     with TensorFileWriter(path, tensors, {"format": FORMAT, "version": VERSION, "contents": contents.to_json()}) as file:
         for i, span in enumerate(numbers):
@@ -81,22 +82,43 @@ cdef int write_span(Engine engine, object file, Span span, object described, int
     """The pages of a span; of a partly filled one, what other calls left behind its tokens is not written."""
     cdef int stage, first, n, group
     for stage, first in described.first_held.items():
-        dtype, shape = canonical_page(engine, stage)
-        group = max(1, GROUP_NBYTES // (math.prod(shape) * ITEM_NBYTES[dtype]))
-        both = np.empty((2, min(group, span.n_pages - first), *shape), NUMPY_TYPES[dtype])
+        page = canonical_page(engine, stage)
+        group = max(1, GROUP_NBYTES // sum([math.prod(shape) * ITEM_NBYTES[dtype] for dtype, shape in page.values()]))
+        arrays = [np.empty((min(group, span.n_pages - first), *shape), NUMPY_TYPES[dtype]) for dtype, shape in page.values()]
         while first < span.n_pages:
             n = min(group, span.n_pages - first)
-            keys, values = both[:, :n]
-            export_pages(engine, span, stage, first, as_bytes(keys), as_bytes(values))
-            both[:, :, :, :, n_valid:] = 0
-            file.append(f"span.{number}.{stage}.keys", keys)
-            file.append(f"span.{number}.{stage}.values", values)
+            arrays = [array[:n] for array in arrays]
+            export_pages(engine, span, stage, first, arrays)
+            if n_valid < TL_PAGE_POSITIONS:
+                for array in arrays:
+                    blank(engine, stage, array, n_valid)
+            for what, array in zip(page, arrays):
+                file.append(f"span.{number}.{stage}.{what}", array)
             first += n
     return 0
 
 
-cdef object as_bytes(object pages):
-    return pages.reshape(len(pages), -1).view(np.uint8)
+cdef int blank(Engine engine, int stage, object pages, int first) except -1:
+    """Zeros at the positions from `first` on."""
+    cdef int part = min(stage, TL_STAGE_CORE)
+    if pages.ndim > 2:
+        pages[:, :, :, first:] = 0
+        return 0
+    c, at = engine.config, 0
+    for layer in range((c.n_prelude, c.n_coda, c.n_core)[part]):  # operands: of every layer 16 rows
+        row = operand_row_nbytes(engine, f"{('prelude', 'coda', 'core')[part]}.{layer}.qkv")
+        pages[:, at + first * row : at + TL_PAGE_POSITIONS * row] = 0
+        at += TL_PAGE_POSITIONS * row
+    return 0
+
+
+cdef int64_t operand_row_nbytes(Engine engine, str name) except -1:
+    cdef PackedMatrix weight = engine.plan.weights.matrices[name]
+    cdef int64_t n = weight.matrix.n_in
+    if weight.matrix.dtype == TL_INT8:
+        n = (n + TL_INT8_GROUP - 1) // TL_INT8_GROUP
+        return n * (TL_INT8_GROUP + sizeof(float))
+    return n * (4 if weight.matrix.dtype == TL_F32 else 2)
 
 
 def load_prefixes(LoadedModel model, path, str kind, bint rebuild):
@@ -173,6 +195,7 @@ cdef list read_prefixes(Engine engine, object file, object contents):
     """The prefixes with the pages in the file; on an error none of them stays."""
     cdef KvStore store = engine.plan.store
     cdef int64_t promised = 0
+    cdef int kind = PAGES_OPERANDS if engine.plan.keeps_operands else PAGES_KV
     c = engine.config
     n_layers = (c.n_prelude, c.n_coda, c.n_core)
     for entry in contents.entries:
@@ -180,20 +203,19 @@ cdef list read_prefixes(Engine engine, object file, object contents):
     check_spans(contents)
     for span in contents.spans:
         for stage, first in span.first_held.items():
-            promised += (span.n_pages - first) * store.page_nbytes(min(stage, TL_STAGE_CORE))
+            promised += (span.n_pages - first) * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind)
     store.reserve(promised)
     spans = []
     try:
         for i, described in enumerate(contents.spans):
-            span = Span(store, described.first_page, described.n_pages, described.n_stages)
+            span = Span(store, described.first_page, described.n_pages, described.n_stages, kind)
             spans.append(span)
             for stage, first in described.first_held.items():
-                dtype, shape = canonical_page(engine, stage)
-                shape = (described.n_pages - first, *shape)
-                keys, values = (file.read(f"span.{i}.{stage}.{what}", dtype, shape) for what in ("keys", "values"))
-                import_pages(engine, span, stage, first, as_bytes(keys), as_bytes(values))
-                store.unreserve(len(keys) * store.page_nbytes(min(stage, TL_STAGE_CORE)))
-                promised -= len(keys) * store.page_nbytes(min(stage, TL_STAGE_CORE))
+                n = described.n_pages - first
+                arrays = [file.read(f"span.{i}.{stage}.{what}", dtype, (n, *shape)) for what, (dtype, shape) in canonical_page(engine, stage).items()]
+                import_pages(engine, span, stage, first, arrays)
+                store.unreserve(n * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind))
+                promised -= n * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind)
     finally:
         store.unreserve(promised)
     return [read_prefix(engine, file, entry, i, spans) for i, entry in enumerate(contents.entries)]
@@ -203,6 +225,7 @@ cdef KvPrefix read_prefix(Engine engine, object file, object entry, int number, 
     cdef KvPrefix prefix = KvPrefix.__new__(KvPrefix)
     cdef int dim = engine.config.dim
     prefix.store = engine.plan.store
+    prefix.kind = PAGES_OPERANDS if engine.plan.keeps_operands else PAGES_KV
     prefix.n_tokens, prefix.loops, prefix.window = entry.n_tokens, entry.loops, entry.cache_window
     prefix.spans = tuple([spans[i] for i in entry.spans])
     prefix.tail = None if entry.tail is None else spans[entry.tail]

@@ -3,8 +3,14 @@ from libc.stdint cimport int32_t, int64_t
 from .pages cimport KvStore
 
 
+cdef enum:  # what a page holds
+    PAGES_KV = 0
+    PAGES_OPERANDS = 1
+
+
 cdef class Span:
     cdef KvStore store
+    cdef int kind
     cdef int first_page, n_pages, first_stage, n_stages
     cdef int32_t *pages                 # (n_stages, n_pages), -1 where there is none
     cdef readonly int64_t nbytes
@@ -15,22 +21,27 @@ cdef class Span:
 cdef class KvPrefix:
     cdef readonly KvStore store
     cdef readonly int n_tokens, loops, window
+    cdef int kind
     cdef readonly tuple spans           # full pages, in order of their ends; of two for a page, the later counts
     cdef readonly Span tail             # the partly filled last page, or None
     cdef readonly object final_x        # float32 (dim,): the last token's x before the final norm
     cdef readonly object boundary_x     # float32 (loops, dim): its x after every loop
+
+    cdef int fill(self, int32_t *table, int n_stages, int stride) except -1
 
 
 cdef class Sequence:
     cdef readonly KvStore store
     cdef readonly int loops, window, n_tokens
     cdef readonly int64_t reserved_nbytes
-    cdef int stride, n_stages, own_first, n_pages
+    cdef int kind, stride, n_stages, own_first, n_pages
+    cdef Sequence operands              # in h mode, where it shall be held: what `freeze` is asked of
     cdef int part_window[3]             # the widest window of a part's layers, 0 = full
     cdef int32_t *table                 # (n_stages, stride)
     cdef list spans                     # shared full pages before own_first
 
-    cdef int32_t take(self, int part) except -1
+    cdef int32_t take(self, int stage) except -1
+    cdef int take_like(self, const int32_t *table, int n_pages) except -1
     cdef void free_behind(self) noexcept
     cdef bint all_windowed(self) noexcept
     cdef void drop_spans(self, int limit) noexcept
