@@ -71,6 +71,19 @@ def test_families_depths_and_windows_against_the_reference(backend, name):
         assert nothing_held(model)
 
 
+@pytest.mark.parametrize("kv_mode", ["bf16", "fp32", "int8", "int4", "h"])
+def test_kv_modes_against_the_reference(backend, kv_mode):
+    with open_model(backend, "ouro", "bf16", max_seq_len=128, kv_mode=kv_mode) as model:
+        prompt = random_tokens(model.config, 25)
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, prompt[:20], 2)
+        held = model.kv_nbytes
+        want = beam_reference.beam_search(model, prompt, 4, 12, 2)
+        assert_equal(model.beam_search(prompt, 4, 12, 2, stop_tokens=()), want)
+        assert_equal(model.beam_search(prompt, 4, 12, 2, stop_tokens=(), pool=pool), want)
+        assert pool.stats().hits == 1 and model.kv_nbytes == held
+
+
 @pytest.mark.parametrize("num_beams", [13, 30, 200])
 def test_more_beams_than_tokens_and_than_rows_of_a_step(backend, tied_file, num_beams):
     with tl.Model(tied_file, 40, device=backend) as model:

@@ -64,6 +64,28 @@ def test_a_cache_comes_back_with_its_bits(backend, path, name, kv_mode):
         assert other.kv_nbytes == 0 and other._engine.plan.store.reserved_nbytes == 0
 
 
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "f32"])
+@pytest.mark.parametrize("name", ["ouro", "huginn", "zero_init"])
+def test_operands_of_h_mode_come_back(backend, path, name, dtype, window):
+    """A file of h mode holds operands, and none of what other calls left behind a prefix's tokens."""
+    with open_model(backend, name, dtype, kv_mode="h") as model:
+        model.register_prefix(tl.PrefixPool(), random_tokens(model.config, 64, seed=9), 2, window)
+        cache = model.build_prefix_cache(TOKENS[:35], 2, window)
+        cache.save(path)
+        again = model.build_prefix_cache(TOKENS[:35], 2, window)
+        again.save(path.with_name("again"))
+        assert path.read_bytes() == path.with_name("again").read_bytes()
+        loaded = model.load_prefix_cache(path)
+        assert_same_prefix(model, loaded._prefix, model, cache._prefix)
+        want = model.generate(TOKENS[:60], 6, 2, cache_window=window, **GREEDY)
+        assert model.generate_from_prefix_cache(loaded, 6, suffix=TOKENS[35:60], **GREEDY) == want
+    with open_model(backend, name, dtype) as fp16:
+        assert_refused(fp16, path, ValueError, "kv_mode 'h', not 'fp16'", load="load_prefix_cache")
+        rebuilt = fp16.load_prefix_cache(path, rebuild=True)
+        assert fp16.generate_from_prefix_cache(rebuilt, 6, suffix=TOKENS[35:60], **GREEDY) == want
+
+
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 119])
 @pytest.mark.parametrize("window", [0, 1, 20, 100])
 def test_sizes_around_pages_and_windows(backend, path, n, window):

@@ -57,7 +57,20 @@ def test_every_family_at_every_depth(backend, name):
         assert_every_depth(model, random_tokens(CONFIGS[name], 70), 2, (1, 2, 3, 4))
 
 
-@pytest.mark.parametrize("kv_mode", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", ["ouro", WITH_CODA, "zero_init"])
+@pytest.mark.parametrize("window", [0, 20])
+def test_what_h_mode_holds_serves_every_depth(backend, name, window):
+    """A handle holds operands; calls rebuild keys and values from them, and `extend` runs the prompt to hold those of the further loops."""
+    with open_model(backend, name, "bf16", kv_mode="h", max_seq_len=100) as model, open_model(backend, name, "bf16", max_seq_len=100) as fp16:
+        assert_every_depth(model, TOKENS[:70], 2, (1, 2, 4), window)
+        handle = model.build_resume_handle(TOKENS[:70], 2, window)
+        handle.extend(3)
+        for loops in (1, 3, 4):
+            want = fp16.generate(TOKENS[:70], 6, loops, cache_window=window, **GREEDY)
+            assert model.resume_generate(handle, loops, 6, **GREEDY) == want
+
+
+@pytest.mark.parametrize("kv_mode", ["fp16", "bf16", "fp32", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("name", [WITHOUT_CODA, WITH_CODA, "nanbeige_skip"])
 def test_every_kv_mode(backend, name, dtype, kv_mode):
