@@ -214,9 +214,9 @@ typedef struct tl_batch {
   const tl_sampling *sampling;  /* host, (n_out,), or NULL */
   int32_t *sampled;             /* (n_out,) drawn tokens; needs sampling */
   const int32_t *const *operand_table; /* as page_table, of operand pages: where the operands of the QKV products are kept, or NULL */
-  const float *e_in;            /* (n_rows, dim) what the prelude gave these rows; needed where loops inject it and the prelude doesn't run, or NULL */
-  float *x_out;                 /* (n_rows, dim): every row's x after the last loop, before a loop norm of kind "last"; needs the core, or NULL */
-  float *e_out;                 /* (n_rows, dim): what the prelude gives every row, written by STATE_INIT; needs the prelude, or NULL */
+  const float *e_in;  /* (n_rows, dim) what the prelude gave; needed where loops inject it and the prelude is left out, or NULL */
+  float *x_out;       /* (n_rows, dim): x of every row after the last loop, before a loop norm "last"; needs the core, or NULL */
+  float *e_out;       /* (n_rows, dim): what the prelude gives every row, from STATE_INIT; needs the prelude, or NULL */
 } tl_batch;
 
 /* With TL_RUN_REBUILD, the other sections (not the head) do nothing but write the K and V of the rows from the operands that
