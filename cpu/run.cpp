@@ -27,7 +27,7 @@ uint8_t *page_at(const Worker &w, int seq, int stage, int part, int pos) {
 namespace {
 
 bool is_row_wise(const Step &s) {
-  if (!s.phase) return false;
+  if (!s.phase) return s.copy != kBoundary;
   const int kind = s.phase->kind;
   return kind == TL_PHASE_EMBED || kind == TL_PHASE_STATE_INIT || kind == TL_PHASE_NORM || (kind == TL_PHASE_INJECT && !s.phase->weight.data);
 }
@@ -35,12 +35,23 @@ bool is_row_wise(const Step &s) {
 void state_init(Worker &w, const tl_phase &p, int row) {
   const int n = w.plan.desc.dim;
   if (p.flags & TL_PHASE_SAVE_INPUT) memcpy(w.e(row), w.x(row), n * sizeof(float));
+  if (w.batch.e_out && w.tells()) memcpy(w.batch.e_out + (int64_t)row * n, w.x(row), n * sizeof(float));
   if (w.batch.x_in)
     memcpy(w.x(row), w.batch.x_in + (int64_t)row * n, n * sizeof(float));
   else if (p.option == TL_INIT_ZERO)
     memset(w.x(row), 0, n * sizeof(float));
   else if (p.option == TL_INIT_NORMAL)
     w.k.noise(n, p.seed, w.batch.pos[row], p.scale, w.x(row));
+}
+
+void copy_row(Worker &w, Copy copy, int row) {
+  const int64_t n = w.plan.desc.dim, at = row * n;
+  if (copy == kRowsOut) {
+    if (w.tells()) memcpy(w.batch.x_out + at, w.x(row), n * sizeof(float));
+    return;
+  }
+  memcpy(w.x(row), w.batch.x_in + at, n * sizeof(float));
+  if (w.batch.e_in) memcpy(w.e(row), w.batch.e_in + at, n * sizeof(float));
 }
 
 void run_row_phase(Worker &w, const tl_phase &p, int row) {
@@ -67,7 +78,11 @@ size_t run_row_wise(Worker &w, size_t i) {
   size_t end = i;
   while (end < steps.size() && is_row_wise(steps[end])) end++;
   w.each_row([&](int row) {
-    for (size_t j = i; j < end; j++) run_row_phase(w, *steps[j].phase, row);
+    for (size_t j = i; j < end; j++)
+      if (steps[j].phase)
+        run_row_phase(w, *steps[j].phase, row);
+      else
+        copy_row(w, steps[j].copy, row);
   });
   return end;
 }
@@ -112,12 +127,17 @@ void add_section(Run &r, int section, int stage, int loop) {
 
 void lay_steps(Run &r) {
   const tl_batch &b = r.batch;
-  if (b.sections & TL_RUN_PRELUDE) add_section(r, 0, TL_STAGE_PRELUDE, 0);
+  const auto copy = [&r](Copy what, int loop) { r.steps.push_back({nullptr, 0, loop, what}); };
+  if (b.sections & TL_RUN_PRELUDE)
+    add_section(r, 0, TL_STAGE_PRELUDE, 0);
+  else if (b.n_rows && b.x_in)
+    copy(kLoadRows, 0);
   if (b.sections & TL_RUN_CORE)
     for (int loop = b.loop_begin; loop < b.loop_end; loop++) {
       add_section(r, 1, TL_STAGE_CORE + loop, loop);
-      if (b.boundary_x && b.n_out) r.steps.push_back({nullptr, 0, loop});
+      if (b.boundary_x && b.n_out) copy(kBoundary, loop);
     }
+  if (b.x_out) copy(kRowsOut, 0);
   if (b.sections & TL_RUN_CODA) add_section(r, 2, TL_STAGE_CODA, 0);
   if ((b.sections & TL_RUN_HEAD) && b.n_out) add_section(r, 3, 0, 0);
 }

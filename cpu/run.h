@@ -7,10 +7,13 @@
 
 namespace tl {
 
+enum Copy { kLoadRows, kBoundary, kRowsOut };  // x_in and e_in to the rows; the out rows' x to boundary_x; every row's x to x_out
+
 struct Step {
-  const tl_phase *phase;  // NULL: copy the out rows' x to boundary_x
+  const tl_phase *phase;  // NULL: a copy
   int stage;              // row of the page table
   int loop;
+  Copy copy = kLoadRows;  // where phase is NULL
 };
 
 // Consecutive rows of one sequence at consecutive positions.
@@ -54,6 +57,9 @@ struct Worker {
   void share(int n, Body body, bool help = false) {
     pool.share(thread, n, help, body);
   }
+
+  // Whether it falls to this thread to write what all that work on a row would write alike.
+  bool tells() const { return !few || thread == 0; }
 
   // Calls body(row) for what is done to each row's x alone.
   template <class Body>

@@ -205,7 +205,7 @@ typedef struct tl_batch {
   const int32_t *pos;           /* (n_rows,) */
   const int32_t *seq;           /* (n_rows,) index into page_table */
   const int32_t *const *page_table; /* per sequence, (n_stages, table_stride): page index, -1 where freed or absent */
-  const float *x_in;            /* (n_rows, dim) state to go on from instead of state_init, or NULL */
+  const float *x_in;            /* (n_rows, dim) state to go on from instead of state_init; needed without the prelude, or NULL */
   int32_t n_out;
   const int32_t *out_row;       /* (n_out,) rows that reach the head, ascending */
   float *boundary_x;            /* (loop_end - loop_begin, n_out, dim): x of the out rows after each loop, or NULL */
@@ -214,11 +214,16 @@ typedef struct tl_batch {
   const tl_sampling *sampling;  /* host, (n_out,), or NULL */
   int32_t *sampled;             /* (n_out,) drawn tokens; needs sampling */
   const int32_t *const *operand_table; /* as page_table, of operand pages: where the operands of the QKV products are kept, or NULL */
+  const float *e_in;  /* (n_rows, dim) what the prelude gave; needed where loops inject it and the prelude is left out, or NULL */
+  float *x_out;       /* (n_rows, dim): x of every row after the last loop, before a loop norm "last"; needs the core, or NULL */
+  float *e_out;       /* (n_rows, dim): what the prelude gives every row, from STATE_INIT; needs the prelude, or NULL */
 } tl_batch;
 
 /* With TL_RUN_REBUILD, the other sections (not the head) do nothing but write the K and V of the rows from the operands that
  * operand_table has of them, with the bits of the run that kept them; tokens are not read.
- * With sections == TL_RUN_HEAD, x_in holds the n_out final states and no row runs (n_rows == 0). */
+ * With sections == TL_RUN_HEAD, x_in holds the n_out final states and no row runs (n_rows == 0).
+ * Without the prelude, rows start from x_in at loop_begin: a prompt goes on at a further depth from the x_out of a batch that
+ * ended there. */
 TL_API tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *stream);
 /* K and V values clamped to float16's range since the plan was made. */
 TL_API tl_status tl_plan_n_clamped(const tl_plan *plan, uint64_t *n_clamped);

@@ -108,6 +108,14 @@ inline const char *check_sampling(const tl_sampling &s) {
   return nullptr;
 }
 
+/* Rows that start behind the prelude bring along what the loops inject. */
+inline const char *check_injected(const tl_phase *phases, int n_phases, const tl_batch &b) {
+  if (!(b.sections & TL_RUN_CORE) || (b.sections & (TL_RUN_PRELUDE | TL_RUN_REBUILD)) || b.e_in) return nullptr;
+  for (int i = 0; i < n_phases; i++)
+    if (phases[i].kind == TL_PHASE_INJECT) return "tl_batch leaves the prelude out and lacks e_in, which the loops inject";
+  return nullptr;
+}
+
 /* Sizes and pointers only: what the rows hold is device data on CUDA, and the caller's to check. */
 inline const char *check_batch(const tl_plan_desc &d, const tl_batch &b) {
   if (b.size != sizeof(tl_batch)) return "tl_batch.size does not match this library";
@@ -124,6 +132,9 @@ inline const char *check_batch(const tl_plan_desc &d, const tl_batch &b) {
   if (!head_only && ((!b.token && !rebuild) || !b.pos || !b.seq || !b.page_table)) return "tl_batch lacks its rows";
   if ((b.sections & TL_RUN_CORE) && (b.loop_begin < 0 || b.loop_end < b.loop_begin)) return "tl_batch.loop_begin and loop_end are not a range";
   if (b.n_out && !head_only && !b.out_row) return "tl_batch lacks out_row";
+  if (!(b.sections & TL_RUN_PRELUDE) && !b.x_in && !rebuild) return "tl_batch leaves the prelude out and lacks x_in";
+  if (b.x_out && !(b.sections & TL_RUN_CORE)) return "tl_batch.x_out needs the core";
+  if (b.e_out && !(b.sections & TL_RUN_PRELUDE)) return "tl_batch.e_out needs the prelude";
   if (b.sampling && (!b.sampled || !(b.sections & TL_RUN_HEAD))) return "tl_batch.sampling needs sampled and the head";
   return nullptr;
 }

@@ -405,6 +405,8 @@ BATCHES = [
     ({"sections": 32}, "sections"), ({"sections": 16}, "sections"), ({"sections": 17}, "rebuild"), ({"window": -1}, "window"), ({"loop_end": -1}, "loop"), ({"loop_begin": -1}, "loop"), ({"token": None}, "rows"),
     ({"pos": None}, "rows"), ({"seq": None}, "rows"),
     ({"page_table": None}, "rows"), ({"out_row": None}, "out_row"), ({"sections": C["TL_RUN_HEAD"]}, "head-only"),
+    ({"sections": C["TL_RUN_CODA"]}, "x_in"), ({"sections": C["TL_RUN_CODA"], "x_in": 64, "e_out": 64}, "e_out"),
+    ({"sections": C["TL_RUN_PRELUDE"], "x_out": 64}, "x_out"),
 ]  # fmt: skip
 SAMPLINGS = [
     ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"),
@@ -478,6 +480,39 @@ def test_fields_of_a_batch_are_checked(tiny):
         batch = changed(tiny.batch, sampling=ctypes.addressof(samplings), sampled=drawn.ctypes.data)
         tiny.refuses("tl_plan_enqueue", (tiny.plan, byref(batch), None), word)
         tiny.refuses("tl_op_sample", (tiny.cpu.handle, 16, byref(samplings[1]), *tiny.arguments()["tl_op_sample"][3:]), word)
+
+
+def test_rows_go_on_at_a_further_loop(lib):
+    """Two loops at once, and one after the other through x_out, e_out, x_in and e_in: the same bits, and e is the embedding."""
+    tiny = Tiny(lib)
+    state = struct("tl_phase", kind=C["TL_PHASE_STATE_INIT"], option=C["TL_INIT_ZERO"], flags=C["TL_PHASE_SAVE_INPUT"], scale=1.0)
+    inject = struct("tl_phase", kind=C["TL_PHASE_INJECT"], part=C["TL_STAGE_CORE"], scale=1.0)
+    norm = struct("tl_phase", kind=C["TL_PHASE_NORM"], part=C["TL_STAGE_CORE"], norm=np.linspace(0.5, 2, 20, dtype=np.float32))
+    phases = (STRUCTS["tl_phase"] * 5)(tiny.phases[0], state, inject, norm, tiny.phases[1])
+    desc = changed(tiny.desc, n_phases=5, section=(ctypes.c_int32 * 5)(0, 2, 4, 4, 5), phases=ctypes.addressof(phases))
+    plan, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
+    tiny.cpu.check(lib.tl_plan_create(tiny.cpu.handle, byref(desc), byref(plan)))
+    tiny.cpu.check(lib.tl_plan_scratch_nbytes(plan, byref(nbytes)))
+    scratch = aligned(nbytes.value)
+    tiny.cpu.check(lib.tl_plan_bind(plan, scratch.ctypes.data))
+
+    def run(**fields: Any) -> np.ndarray:
+        tiny.logits[:] = np.nan
+        tiny.cpu.check(lib.tl_plan_enqueue(plan, byref(changed(tiny.batch, **fields)), None))
+        return tiny.logits.copy()
+
+    x, e = np.full((2, 3, 20), np.nan, np.float32)
+    whole = run(loop_end=2)
+    run(loop_end=1, x_out=x.ctypes.data, e_out=e.ctypes.data)
+    assert e.tobytes() == tiny.weights[tiny.tokens].tobytes()
+    scratch[:] = 0xFF  # what is not handed over is NaN
+    behind = C["TL_RUN_CORE"] | C["TL_RUN_CODA"] | C["TL_RUN_HEAD"]
+    further = {"sections": behind, "loop_begin": 1, "loop_end": 2, "x_in": x.ctypes.data}
+    got = run(**further, e_in=e.ctypes.data)
+    assert got.tobytes() == whole.tobytes() and np.isfinite(got).all()
+    assert run(loop_begin=1, loop_end=2, x_in=x.ctypes.data).tobytes() == whole.tobytes()  # the prelude runs again and gives e
+    tiny.refuses("tl_plan_enqueue", (plan, byref(changed(tiny.batch, **further)), None), "e_in")
+    tiny.cpu.check(lib.tl_plan_destroy(plan))
 
 
 def test_a_plan_without_scratch_memory_does_not_run(tiny):

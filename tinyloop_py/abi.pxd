@@ -102,6 +102,9 @@ cdef extern from "tinyloop.h" nogil:
         const tl_sampling *sampling
         int32_t *sampled
         const int32_t *const *operand_table
+        const float *e_in
+        float *x_out
+        float *e_out
 
     struct tl_matmul_args:
         uint32_t size

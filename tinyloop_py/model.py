@@ -6,14 +6,17 @@ from os import PathLike
 from typing import Literal
 
 from .batching import Batching
+from .beam_searching import BeamSearching
 from .caching import PrefixCaching
 from .generating import Generating
 from .loaded_model import LoadedModel
 from .pooling import Pooling
+from .restoring import Restoring
+from .resuming import Resuming
 from .streaming import Streaming
 
 
-class Model(Generating, Streaming, Batching, Pooling, PrefixCaching, LoadedModel):
+class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCaching, Resuming, Restoring, LoadedModel):
     """A looped language model, loaded from a `.tinyloop` file.
 
     A context manager; `close` frees everything. Several threads may call one model: a step is run at a time.

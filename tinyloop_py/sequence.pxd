@@ -11,7 +11,7 @@ cdef enum:  # what a page holds
 cdef class Span:
     cdef KvStore store
     cdef int kind
-    cdef int first_page, n_pages, n_stages
+    cdef int first_page, n_pages, first_stage, n_stages
     cdef int32_t *pages                 # (n_stages, n_pages), -1 where there is none
     cdef readonly int64_t nbytes
 
@@ -22,7 +22,7 @@ cdef class KvPrefix:
     cdef readonly KvStore store
     cdef readonly int n_tokens, loops, window
     cdef int kind
-    cdef readonly tuple spans           # full pages, in order
+    cdef readonly tuple spans           # full pages, in order of their ends; of two for a page, the later counts
     cdef readonly Span tail             # the partly filled last page, or None
     cdef readonly object final_x        # float32 (dim,): the last token's x before the final norm
     cdef readonly object boundary_x     # float32 (loops, dim): its x after every loop
@@ -45,10 +45,13 @@ cdef class Sequence:
     cdef void free_behind(self) noexcept
     cdef bint all_windowed(self) noexcept
     cdef void drop_spans(self, int limit) noexcept
+    cdef Sequence fork(self)
+    cdef int copy_last_page(self, Sequence source) except -1
     cdef Span take_over(self, int first_page, int n_pages)
     cdef int reserve(self, int n_positions, int max_rows) except -1
     cdef int grow(self, int n_positions) except -1
     cdef int advance(self, int n_positions) except -1
+    cdef Span add_stages(self, int first_stage, int n_stages)
     cdef int adopt(self, KvPrefix prefix) except -1
     cdef int copy_tail(self, KvPrefix prefix) except -1
     cdef KvPrefix freeze(self, object final_x, object boundary_x)

@@ -31,13 +31,14 @@ cdef inline int pages_for(int n_positions) noexcept:
 @cython.final
 @cython.no_gc_clear  # the store must outlive the pages
 cdef class Span:
-    """A run of pages over all stages of a sequence, taken over from it."""
+    """A run of pages over `n_stages` stages of a sequence from `first_stage` on: all of them, or those that a further depth added."""
 
-    def __cinit__(self, KvStore store, int first_page, int n_pages, int n_stages, int kind=PAGES_KV):
+    def __cinit__(self, KvStore store, int first_page, int n_pages, int n_stages, int kind=PAGES_KV, int first_stage=0):
         self.store = store
         self.kind = kind
         self.first_page = first_page
         self.n_pages = n_pages
+        self.first_stage = first_stage
         self.n_stages = n_stages
         self.pages = <int32_t *>malloc(max(1, n_stages * n_pages) * sizeof(int32_t))
         if self.pages == NULL:
@@ -50,18 +51,20 @@ cdef class Span:
             return
         for i in range(self.n_stages * self.n_pages):
             if self.pages[i] >= 0:
-                self.store.give(space_of(i // self.n_pages, self.kind), self.pages[i])
+                self.store.give(space_of(self.first_stage + i // self.n_pages, self.kind), self.pages[i])
         free(self.pages)
 
     cdef int32_t page(self, int stage, int index) noexcept:
-        return self.pages[stage * self.n_pages + index]
+        """The page of a stage, -1 where the span holds none."""
+        cdef int row = stage - self.first_stage
+        return self.pages[row * self.n_pages + index] if 0 <= row < self.n_stages else -1
 
     def held(self):
         """(stage, page, index of the page in the sequence) of every page held."""
         cdef int stage, i
         return [
             (stage, self.page(stage, i), self.first_page + i)
-            for stage in range(self.n_stages) for i in range(self.n_pages) if self.page(stage, i) >= 0
+            for stage in range(self.first_stage, self.first_stage + self.n_stages) for i in range(self.n_pages) if self.page(stage, i) >= 0
         ]
 
 
@@ -82,7 +85,8 @@ cdef class KvPrefix:
         memset(table, 0xff, n_stages * stride * sizeof(int32_t))
         for span in (*self.spans, *(() if self.tail is None else (self.tail,))):
             for stage, page, index in span.held():
-                table[stage * stride + <int>index] = page
+                if stage < n_stages:
+                    table[stage * stride + <int>index] = page
         for stage in range(n_stages):
             page = last
             while page > 0 and table[stage * stride + page - 1] >= 0:
@@ -231,15 +235,27 @@ cdef class Sequence:
             del self.spans[0]
 
     cdef int adopt(self, KvPrefix prefix) except -1:
-        """Starts an empty sequence from a prefix's full pages, by reference; takes no memory."""
+        """Starts an empty sequence from a prefix's full pages, by reference; takes no memory. Depths may differ: what both have is taken."""
         cdef Span span
-        cdef int stage
+        cdef int row
         self.spans = list(prefix.spans)
         for span in prefix.spans:
-            for stage in range(self.n_stages):
-                memcpy(self.table + stage * self.stride + span.first_page, span.pages + stage * span.n_pages, span.n_pages * sizeof(int32_t))
+            for row in range(min(span.n_stages, self.n_stages - span.first_stage)):
+                memcpy(
+                    self.table + (span.first_stage + row) * self.stride + span.first_page, span.pages + row * span.n_pages,
+                    span.n_pages * sizeof(int32_t),
+                )
         self.own_first = self.n_pages = prefix.n_tokens // PAGE
         return 0
+
+    cdef Span add_stages(self, int first_stage, int n_stages):
+        """After `adopt`: an empty span beside the full pages, for stages that are still to be run over them."""
+        cdef Span span = Span(self.store, 0, self.own_first, n_stages, self.kind, first_stage)
+        cdef int stage
+        for stage in range(first_stage, first_stage + n_stages):
+            memset(self.table + stage * self.stride, 0xff, self.own_first * sizeof(int32_t))
+        self.spans.append(span)
+        return span
 
     cdef int copy_tail(self, KvPrefix prefix) except -1:
         """After `adopt`: copies the prefix's partly filled page, so that its tokens are all here."""
@@ -265,6 +281,37 @@ cdef class Sequence:
                     span.nbytes += self.store.page_nbytes(space_of(stage, self.kind))
                 row[page] = -1
         return span
+
+    cdef Sequence fork(self):
+        """Another sequence on the same tokens that refers to the full pages, own ones become shared; takes no memory yet."""
+        cdef int n_full = self.n_tokens // PAGE
+        cdef int stage
+        cdef Span span
+        cdef Sequence other = Sequence(
+            self.store, self.loops, self.window, self.stride, (self.part_window[0], self.part_window[1], self.part_window[2])
+        )
+        if n_full > self.own_first:
+            span = self.take_over(self.own_first, n_full - self.own_first)
+            for stage in range(self.n_stages):
+                memcpy(self.table + stage * self.stride + span.first_page, span.pages + stage * span.n_pages, span.n_pages * sizeof(int32_t))
+            self.spans.append(span)
+            self.own_first = n_full
+        for stage in range(self.n_stages):
+            memcpy(other.table + stage * self.stride, self.table + stage * self.stride, n_full * sizeof(int32_t))
+        other.spans = list(self.spans)
+        other.own_first = other.n_pages = n_full
+        return other
+
+    cdef int copy_last_page(self, Sequence source) except -1:
+        """After `fork`: copies the source's partly filled page, so that its tokens are all here."""
+        cdef int stage, at
+        self.grow(source.n_tokens)
+        for stage in range(self.n_stages):
+            at = stage * self.stride + self.own_first
+            if self.n_pages > self.own_first and source.table[at] >= 0:
+                self.store.copy_page(part_of(stage), source.table[at], self.table[at])
+        self.n_tokens = source.n_tokens
+        return 0
 
     cdef KvPrefix freeze(self, object final_x, object boundary_x):
         """Ends the sequence and gives what it holds as a prefix."""
