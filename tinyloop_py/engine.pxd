@@ -10,7 +10,7 @@ cdef class Engine:
     cdef readonly object config
     cdef readonly int max_rows, max_out
     cdef object _lock
-    cdef bint _closed
+    cdef bint _closed, _is_freed
     cdef int32_t *_pos
     cdef int32_t *_seq
     cdef object _lockstep              # the rows of steps over several generations; lockstep.pyx

@@ -44,9 +44,10 @@ cdef class Engine:
 
     def close(self):
         """Waits for the step that runs and frees everything; later steps raise. Idempotent."""
+        self._closed = True  # before the lock, which a call that steps on and on may take again and again
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_freed:
+                self._is_freed = True
                 self.plan.close()
                 self.plan.context.close()
 
