@@ -21,6 +21,7 @@ cdef class Engine:
     cdef KvPrefix with_kv(self, KvPrefix prefix)
     cdef int step(self, Sequence seq, const int32_t *tokens, int n, tl_batch *want) except -1
     cdef int check_open(self) except -1
+    cdef int check_signals(self, Sequence seq) except -1
     cdef int run_locked(self, tl_batch *batch) except -1
     cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want) except -1
     cdef int open(self, Sequence seq, KvPrefix base, int n_positions) except -1

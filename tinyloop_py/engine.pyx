@@ -117,7 +117,15 @@ cdef class Engine:
             seq.advance(first + n)
             if seq.operands is not None:
                 seq.operands.advance(first + n)
-        PyErr_CheckSignals()
+        return self.check_signals(seq)
+
+    cdef int check_signals(self, Sequence seq) except -1:
+        """Raises what a signal's handler raises, and marks the sequence, as that is no failure of its step."""
+        try:
+            PyErr_CheckSignals()
+        except BaseException:
+            seq.interrupted = True
+            raise
         return 0
 
     cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want) except -1:
