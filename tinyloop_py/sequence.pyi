@@ -37,9 +37,7 @@ class KvPrefix:
 
 @final
 class Sequence:
-    def __new__(
-        cls, store: KvStore, loops: int, window: int, stride: int, part_windows: tuple[int, int, int], kind: int = 0
-    ) -> Self: ...
+    def __new__(cls, store: KvStore, loops: int, window: int, stride: int, part_windows: tuple[int, int, int], kind: int = 0) -> Self: ...
     @property
     def store(self) -> KvStore: ...
     @property
