@@ -113,9 +113,8 @@ def test_a_partly_filled_page_is_copied_not_shared(backend):
         for end in (a[:20], np.concatenate([a[:20], b]), a):
             h.register_prefix(pool, end)
         for prompt in (a, np.concatenate([a[:20], b])):
-            assert h.generate_with_pool(pool, prompt, 4, temperature=0.0, stop_tokens=()) == plain.generate(
-                prompt, 4, temperature=0.0, stop_tokens=()
-            )
+            want = plain.generate(prompt, 4, temperature=0.0, stop_tokens=())
+            assert h.generate_with_pool(pool, prompt, 4, temperature=0.0, stop_tokens=()) == want
         assert pool.stats().full_hits == 2
 
 

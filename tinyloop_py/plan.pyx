@@ -166,7 +166,9 @@ cdef class Plan:
         Have pages for the operands of the QKV products too: what an h mode model holds beyond a call.
     """
 
-    def __init__(self, Context context, config, weights, str kv_dtype, int max_rows, int max_out, int max_pos, kv_budget=None, bint keep_operands=False):
+    def __init__(
+        self, Context context, config, weights, str kv_dtype, int max_rows, int max_out, int max_pos, kv_budget=None, bint keep_operands=False,
+    ):
         cdef uint64_t nbytes
         cdef _Phases phases = _Phases(config, weights)
         self.context = context
