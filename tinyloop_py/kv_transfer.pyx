@@ -30,7 +30,7 @@ cdef dict canonical_page(Engine engine, int stage):
 
 cdef int export_pages(Engine engine, Span span, int stage, int first, list arrays) except -1:
     """Copies pages first, first + 1, ... of a stage out, one a row of the arrays: one for each name of `canonical_page`."""
-    cdef unsigned char[:, ::1] a = as_bytes(arrays[0]), b = as_bytes(arrays[len(arrays) - 1])  # wraparound is off
+    cdef unsigned char[:, ::1] a = as_bytes(arrays[0]), b = as_bytes(arrays[len(arrays) - 1])
     cdef Library library = engine.plan.context.library
     cdef tl_plan *plan
     cdef int i, part = min(stage, TL_STAGE_CORE)
@@ -53,7 +53,7 @@ cdef int export_pages(Engine engine, Span span, int stage, int first, list array
 
 cdef int import_pages(Engine engine, Span span, int stage, int first, list arrays) except -1:
     """Takes a page for every row of the arrays and fills it; the caller holds the store's promise of them."""
-    cdef const unsigned char[:, ::1] a = as_bytes(arrays[0]), b = as_bytes(arrays[len(arrays) - 1])  # wraparound is off
+    cdef const unsigned char[:, ::1] a = as_bytes(arrays[0]), b = as_bytes(arrays[len(arrays) - 1])
     cdef Library library = engine.plan.context.library
     cdef tl_plan *plan
     cdef int i, part = min(stage, TL_STAGE_CORE)
