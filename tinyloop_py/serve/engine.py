@@ -165,7 +165,9 @@ class Engine:
         self._check_accepting()
         self.check(request)
         if len(self._queue) >= self.max_queued:
-            raise ServeError(429, f"{self.max_queued} requests are waiting already; try again later", code="queue_full", retry_after=self._wait_estimate())
+            raise ServeError(
+                429, f"{self.max_queued} requests are waiting already; try again later", code="queue_full", retry_after=self._wait_estimate()
+            )
         holder: list[Job] = []
         stream = Stream(request, lambda: self._cancel(holder[0]))
         job = Job(request, stream)
@@ -246,6 +248,7 @@ class Engine:
                 continue
             self._settle(result)
             self.on_turn(time.perf_counter() - begin, result.n_rows)
+            del result, admitted, tasks  # while nothing is to do, nothing is held
 
     def _admit(self) -> list[Job]:
         """Takes from the queue what fits beside those at work."""

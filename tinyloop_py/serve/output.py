@@ -13,7 +13,7 @@ from .stop_text import StopText
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from ..engine import Generation
+    from ..generation import Generation
 
 
 class RunningOutput:
@@ -36,7 +36,6 @@ class RunningOutput:
         logprobs = () if token is None or self.request.logprobs is None else (self._logprob(token, self.request.logprobs),)
         text = "" if token is None or ended == "stop" else self._show(token)  # a stop token is not shown
         if self._stop.found is not None:
-            self.generation.close()
             ended = "stop"
         elif ended is not None:
             text += self._flush()

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import OutOfMemoryError, PoolFullError
+from ..lockstep import step_generations
 from ..pool import PrefixPool
 from .auto_prefix import AutoPrefixes
 from .errors import ServeError, engine_down
 from .output import RunningOutput
 from .requests import GenerationRequest, Piece, Stream
-from .steps import PrefixBuild, open_generation, step_generations
+from .steps import PrefixBuild, open_generation
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -105,6 +106,7 @@ class Runner:
         self.prefill_rows = prefill_rows
         self._building: deque[Job | PrefixTask] = deque()
         self._running: list[Job] = []
+        self._n_steps = 0
 
     def turn(self, admitted: list[Job], tasks: list[PrefixTask]) -> TurnResult:
         """Takes in what is new, drops what was cancelled, and takes a step of each kind."""
@@ -124,6 +126,10 @@ class Runner:
             job.close()
         self._running.clear()
         self._building.clear()
+
+    @property
+    def _keeps_turns(self) -> bool:
+        return self.auto is not None and self.pool is not None
 
     def tasks(self) -> list[PrefixTask]:
         """Prefix tasks under way."""
@@ -185,7 +191,16 @@ class Runner:
         assert self.pool is not None
         try:
             task.build = PrefixBuild(
-                self.model, self.pool, self.pool, task.tokens, task.loops, self.window, task.namespace, pin=task.pin, rows=self.prefill_rows, base=task.base
+                self.model,
+                self.pool,
+                self.pool,
+                task.tokens,
+                task.loops,
+                self.window,
+                task.namespace,
+                pin=task.pin,
+                rows=self.prefill_rows,
+                base=task.base,
             )
             task.base = None
         except Exception as error:
@@ -253,6 +268,7 @@ class Runner:
         try:
             for index in range(request.n):
                 generation = open_generation(self.model, pool, request, index, self.window)
+                generation.hold = index == 0 and self._keeps_turns
                 job.outputs.append(RunningOutput(generation, index, request, self.model.tokenizer))
         except OutOfMemoryError as error:
             job.close()
@@ -275,14 +291,17 @@ class Runner:
         if not taking:
             return
         result.n_rows = len(taking)
+        self._n_steps += 1
+        turn = self._n_steps % len(taking)  # prompts run in the order given: every one comes first in its turn
+        taking = taking[turn:] + taking[:turn]
         try:
-            tokens = step_generations([output.generation for _, output in taking])
+            tokens = step_generations([output.generation for _, output in taking], self.prefill_rows)
         except Exception as error:  # the step as a whole: whoever took part in it
             for job in self._running.copy():
                 self._fail(job, error, result)
             return
         for (job, output), token in zip(taking, tokens, strict=True):
-            error = getattr(output.generation, "error", None)
+            error = output.generation.error
             if job not in self._running:
                 continue  # another output of it failed just now
             if error is not None:
@@ -303,7 +322,7 @@ class Runner:
     def _end(self, job: Job, result: TurnResult) -> None:
         self._running.remove(job)
         result.ended.append(job)
-        if self.auto is not None and self.pool is not None:
+        if self._keeps_turns:
             task = self._keep_turn(job)
             if task is not None:
                 result.keeps.append(task)
@@ -313,14 +332,17 @@ class Runner:
         """The task that keeps what the next prompt of this conversation will begin with."""
         request, output = job.request, job.outputs[0]
         assert self.auto is not None
+        drawn = output.generation.all_tokens()
         try:
-            tokens = output.generation.all_tokens() if request.keep_turn is None else list(request.keep_turn(output.text))
-        except Exception as error:
-            logger.warning("a turn cannot be kept: %s", type(error).__name__)
+            tokens = drawn if request.keep_turn is None else list(request.keep_turn(output.text))
+            if not self.auto.wants(len(tokens)):
+                return None
+            # What was drawn may be encoded otherwise than the same text is; then the prefix runs anew from what the pool has.
+            base = output.generation.keep() if len(drawn) > len(request.tokens) and drawn == tokens[: len(drawn)] else None
+        except Exception as error:  # an optimisation: the answer is complete without it
+            logger.warning("a turn is not kept: %s", error)
             return None
-        if not self.auto.wants(len(tokens)):
-            return None
-        return PrefixTask(request.tenant, request.namespace, request.loops, tokens, automatic=True)
+        return PrefixTask(request.tenant, request.namespace, request.loops, tokens, automatic=True, base=base)
 
     def _fail(self, job: Job, error: BaseException, result: TurnResult) -> None:
         if job in self._running:

@@ -121,7 +121,9 @@ class CompletionRequest(Sampled):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {**Sampled.UNSUPPORTED, "suffix": (None, ""), "best_of": (None, 1)}
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=128)] | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
+    prompt: (
+        str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=128)] | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -14,7 +14,7 @@ from ..errors import OutOfMemoryError
 from ..pool import PrefixPool
 
 if TYPE_CHECKING:
-    from ..engine import Generation
+    from ..generation import Generation
     from ..model import Model
     from .requests import GenerationRequest
 
@@ -49,7 +49,9 @@ class PrefixBuild:
         self.n_matched = 0 if entry is None else entry.n_tokens
         self.base = base if base is not None and base.n_tokens > self.n_matched else None if entry is None else entry.payload
         self.done = target._touch(target._get(self.key, self.tokens), pin)
-        if not self.done:
+        if self.done:
+            self.base = None
+        else:
             self._plan_room()
 
     def _plan_room(self) -> None:
@@ -72,7 +74,7 @@ class PrefixBuild:
             self._run(min(n, (first + self.rows) // 16 * 16 if first + self.rows < n else n))
         if self.base.n_tokens == n:
             self.target._insert(self.key, self.tokens, self.base, self.pin)
-            self.done = True
+            self.done, self.base = True, None
         return self.done
 
     def _run(self, end: int) -> None:
@@ -92,13 +94,8 @@ def open_generation(model: Model, pool: PrefixPool | None, request: GenerationRe
     seed = None if s.seed is None else (s.seed + index) % 2**64
     generation = model._start(
         request.tokens, request.max_tokens, request.loops, s.temperature, s.top_k, window, pool=pool, namespace=request.namespace, top_p=s.top_p,
-        min_p=s.min_p, repetition_penalty=s.repetition_penalty, logit_bias=s.logit_bias, seed=seed, stop_tokens=request.stop_tokens,
+        min_p=s.min_p, repetition_penalty=s.repetition_penalty, logit_bias=s.logit_bias, seed=seed, stop_tokens=request.stop_tokens, run_prompt=False,
     )  # fmt: skip
     if request.logprobs is not None:
         generation.keep_logits()
     return generation
-
-
-def step_generations(generations: list[Generation]) -> list[int | None]:
-    """One step for every generation: the token that each drew, or None."""
-    return [next(generation, None) for generation in generations]

@@ -17,9 +17,13 @@ MAX_DEPTH = 64
 class StrictRequest(Request):
     """A request whose `json()` is strict."""
 
+    _parsed: tuple[Any] | None = None
+
     async def json(self) -> Any:
         """The parsed body; ServeError(400) for what is no JSON."""
-        return parse(await self.body())
+        if self._parsed is None:
+            self._parsed = (parse(await self.body()),)
+        return self._parsed[0]
 
 
 class StrictRoute(APIRoute):
@@ -30,11 +34,13 @@ class StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            strict = StrictRequest(request.scope, request.receive)
             if self.body_field is not None:
                 kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if kind != "application/json":  # a page of another origin cannot send this without being asked for leave
                     raise ServeError(415, f"The body must be JSON: send content-type application/json, not {kind[:80]!r}.")
-            return await handler(StrictRequest(request.scope, request.receive))
+                await strict.json()  # here, as FastAPI has one answer for whatever goes wrong while it reads a body
+            return await handler(strict)
 
         return handle
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -95,7 +96,5 @@ class Worker:
             else:
                 future.set_exception(error)
 
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
             loop.call_soon_threadsafe(settle)
-        except RuntimeError:  # the loop has closed: nobody waits
-            pass
