@@ -1,11 +1,11 @@
-"""TextStream: pieces join to what decoding everything gives, and no piece shows half a character."""
+"""TextDecoder: pieces join to what decoding everything gives, and no piece shows half a character."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tinyloop_py.text_stream import TextStream
+from tinyloop_py.text_decoder import TextDecoder
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def byte_tokenizer():
 
 
 def pieces_of(tokenizer, ids, **options):
-    stream = TextStream(tokenizer, **options)
+    stream = TextDecoder(tokenizer, **options)
     return [*(stream.push(i) for i in ids), stream.flush()]
 
 
