@@ -74,10 +74,12 @@ def settings_from(args: argparse.Namespace) -> Settings:
     if not os.path.exists(args.model):
         raise FileNotFoundError(f"there is no model file {args.model}")
     return Settings(
-        args.model, args.model_name, args.max_seq_len, args.device, args.threads, args.kv_mode, args.kv_budget, args.max_running, args.max_queued,
-        args.prefill_rows, args.window, args.deadline, args.default_max_tokens, args.pool_capacity, args.pool_bytes, args.auto_prefix, args.pool_file,
-        args.keys, args.max_body, args.max_connections, args.header_timeout, args.body_timeout, args.idle_timeout, args.shutdown_grace, args.log_prompts,
-        check_host=not args.keys and not args.no_auth,
+        model=args.model, model_name=args.model_name, max_seq_len=args.max_seq_len, device=args.device, threads=args.threads, kv_mode=args.kv_mode,
+        kv_budget=args.kv_budget, max_running=args.max_running, max_queued=args.max_queued, prefill_rows=args.prefill_rows, window=args.window,
+        deadline=args.deadline, default_max_tokens=args.default_max_tokens, pool_capacity=args.pool_capacity, pool_bytes=args.pool_bytes,
+        auto_prefix=args.auto_prefix, pool_file=args.pool_file, key_file=args.keys, max_body_bytes=args.max_body,
+        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout, idle_seconds=args.idle_timeout,
+        shutdown_grace=args.shutdown_grace, log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
     )  # fmt: skip
 
 

@@ -95,11 +95,8 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
-        body = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-        }
-        body |= {"message": record.getMessage(), **getattr(record, "fields", {})}
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        body = {"time": at, "level": record.levelname.lower(), "message": record.getMessage(), **getattr(record, "fields", {})}
         if record.exc_info:
             body["error"] = self.formatException(record.exc_info)
         return json.dumps(body, ensure_ascii=True, default=str)

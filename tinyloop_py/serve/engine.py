@@ -14,10 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .auto_prefix import AutoPrefixes
-from .errors import ServeError, bad_request, context_exceeded, engine_down
+from .errors import ServeError, bad_request, engine_down
 from .fair_queue import FairQueue
-from .requests import GenerationRequest, Stream
-from .runner import Job, PrefixTask, Runner, TurnResult
+from .jobs import Job, PrefixTask, TurnResult
+from .prefix_tasks import PrefixTasks
+from .requests import GenerationRequest, Stream, check_request
+from .runner import Runner
 from .worker import Worker, WorkerDied
 
 if TYPE_CHECKING:
@@ -72,9 +74,7 @@ class Engine:
         self._queue: FairQueue[Job] = FairQueue()
         self._running: set[Job] = set()
         self._timers: dict[Job, asyncio.TimerHandle] = {}
-        self._tasks: list[PrefixTask] = []  # to hand to the runner
-        self._n_tasks = 0  # those and the ones that it has
-        self._keeping: dict[str, int] = {}  # tenant -> its automatic prefixes that are under way
+        self._prefixes = PrefixTasks()
         self._memory_short = False  # wait for an end before admitting more
         self._wake = asyncio.Event()
         self._draining = self._closing = False
@@ -109,7 +109,7 @@ class Engine:
         """Refuse new requests, and let the others go on for `grace` seconds at most; then they get an error."""
         self._draining = True
         end = time.monotonic() + grace
-        while (self._running or len(self._queue) or self._n_tasks) and self.alive and time.monotonic() < end:
+        while (self._running or len(self._queue) or len(self._prefixes)) and self.alive and time.monotonic() < end:
             await asyncio.sleep(0.02)
         self._fail_all(ServeError(503, "the server is shutting down", code="shutting_down", retry_after=5))
 
@@ -163,11 +163,10 @@ class Engine:
             It is not valid (400), the queue is full (429), or nothing can run (503).
         """
         self._check_accepting()
-        self.check(request)
+        check_request(request, self.model, self.max_running)
         if len(self._queue) >= self.max_queued:
-            raise ServeError(
-                429, f"{self.max_queued} requests are waiting already; try again later", code="queue_full", retry_after=self._wait_estimate()
-            )
+            text = f"{self.max_queued} requests are waiting already; try again later."
+            raise ServeError(429, text, code="queue_full", retry_after=self._wait_estimate())
         holder: list[Job] = []
         stream = Stream(request, lambda: self._cancel(holder[0]))
         job = Job(request, stream)
@@ -179,20 +178,6 @@ class Engine:
         self._wake.set()
         return stream
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raise ServeError(400) for what the model cannot run."""
-        n, limit, config = len(request.tokens), self.model.max_seq_len, self.model.config
-        if n == 0:
-            raise bad_request("The prompt is empty; give at least one token.", "prompt")
-        if n + request.max_tokens > limit:
-            raise context_exceeded(n, request.max_tokens, limit)
-        if not 0 <= min(request.tokens) <= max(request.tokens) < config.vocab_size:
-            raise bad_request(f"The prompt has a token id outside 0 to {config.vocab_size - 1}.", "prompt")
-        if not 1 <= request.n <= self.max_running:
-            raise bad_request(f"n is {request.n}, expected 1 to {self.max_running}.", "n")
-        if request.loops is not None and not 1 <= request.loops <= config.max_loops:
-            raise bad_request(f"loops is {request.loops}, expected 1 to {config.max_loops}.", "loops")
-
     # ---- prefixes
 
     async def register(self, tenant: str, namespace: str | None, tokens: Sequence[int], loops: int | None = None, *, pin: bool = False) -> int:
@@ -203,11 +188,13 @@ class Engine:
         self._check_accepting()
         if self.pool is None:
             raise bad_request("This server has no prefix pool.")
-        self.check(GenerationRequest(tokens, 0, loops))
-        task = PrefixTask(tenant, namespace, loops, tokens, pin, done=asyncio.get_running_loop().create_future())
-        self._add_task(task)
+        check_request(GenerationRequest(tokens, 0, loops), self.model, 1)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = PrefixTask(tenant, namespace, loops, tokens, pin, done=done)
+        self._prefixes.add(task)
+        self._wake.set()
         try:
-            await task.done
+            await done
         except asyncio.CancelledError:
             task.cancelled = True
             raise
@@ -230,11 +217,11 @@ class Engine:
         assert self._worker is not None
         while not self._closing:
             admitted = self._admit()
-            if not (admitted or self._running or self._n_tasks):
+            if not (admitted or self._running or len(self._prefixes)):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            tasks, self._tasks = self._tasks, []
+            tasks = self._prefixes.take()
             begin = time.perf_counter()
             try:
                 async with self.lock:
@@ -254,8 +241,8 @@ class Engine:
         """Takes from the queue what fits beside those at work."""
         admitted: list[Job] = []
         n_free = self.max_running - sum(job.request.n for job in self._running)
-        while not self._memory_short and (found := self._queue.next_up(self._keeping)) is not None and found[1].request.n <= n_free:
-            job = self._queue.pop(self._keeping)
+        while not self._memory_short and (found := self._queue.next_up(self._prefixes.keeping)) is not None and found[1].request.n <= n_free:
+            job = self._queue.pop(self._prefixes.keeping)
             assert job is not None
             n_free -= job.request.n
             self._running.add(job)
@@ -277,27 +264,9 @@ class Engine:
         if result.ended or result.prefixes or not self._running:  # what they held may do
             self._memory_short = False
         for task in result.keeps:
-            self._keeping[task.tenant] = self._keeping.get(task.tenant, 0) + 1
-            self._add_task(task)
+            self._prefixes.add(task)
         for task in result.prefixes:
-            self._end_task(task)
-
-    def _add_task(self, task: PrefixTask) -> None:
-        self._tasks.append(task)
-        self._n_tasks += 1
-        self._wake.set()
-
-    def _end_task(self, task: PrefixTask) -> None:
-        self._n_tasks -= 1
-        if task.automatic:
-            self._keeping[task.tenant] -= 1
-            if not self._keeping[task.tenant]:
-                del self._keeping[task.tenant]
-        if task.done is not None and not task.done.done():
-            if task.error is None:
-                task.done.set_result(None)
-            else:
-                task.done.set_exception(task.error)
+            self._prefixes.end(task)
 
     # ---- ends
 
@@ -330,14 +299,9 @@ class Engine:
         for job in list(self._running):
             job.stream.feed(failure)
             self._forget(job)
-        for task in self._take_tasks(tasks):
-            task.error = failure
-            self._end_task(task)
+        self._prefixes.fail([*tasks, *self._runner.tasks()], failure)
         with contextlib.suppress(WorkerDied):
             await self._worker.call(self._runner.abort)
-
-    def _take_tasks(self, tasks: list[PrefixTask]) -> list[PrefixTask]:
-        return [*tasks, *self._runner.tasks()]
 
     def _die(self, reason: str, tasks: list[PrefixTask]) -> None:
         """The worker is gone: nobody may wait for it."""
@@ -347,9 +311,7 @@ class Engine:
         self._fail_all(error)
         for job in list(self._running):
             self._forget(job)
-        for task in self._take_tasks([*tasks, *self._tasks]):
-            task.error = error
-            self._end_task(task)
+        self._prefixes.fail([*tasks, *self._runner.tasks(), *self._prefixes.take()], error)
 
     def _check_accepting(self) -> None:
         problem = self.problem

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..text_stream import TextStream
-from .requests import GenerationRequest, Piece, TokenLogprob
-from .stop_text import StopText
+from ..stop_text import StopText
+from ..text_decoder import TextDecoder
+from ..text_stream import N_CONTEXT
+from ..token_logprobs import TokenLogprobs, token_logprobs
+from .requests import GenerationRequest, Piece
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ class RunningOutput:
         self.request = request
         self.finish_reason: str | None = None
         self.text = ""
-        self._decoder = None if tokenizer is None else TextStream(tokenizer)
+        self._decoder = None if tokenizer is None else TextDecoder(tokenizer, context=request.tokens[-N_CONTEXT:])
         self._stop = StopText(request.stop)
 
     def take(self, token: int | None) -> Piece | None:
@@ -33,7 +33,7 @@ class RunningOutput:
         ended = self.generation.finish_reason
         if token is None and ended is None:
             return None
-        logprobs = () if token is None or self.request.logprobs is None else (self._logprob(token, self.request.logprobs),)
+        logprobs = self._logprobs(token)
         text = "" if token is None or ended == "stop" else self._show(token)  # a stop token is not shown
         if self._stop.found is not None:
             ended = "stop"
@@ -56,12 +56,6 @@ class RunningOutput:
         text = self._stop.push(self._decoder.flush())
         return text if self._stop.found is not None else text + self._stop.flush()
 
-    def _logprob(self, token: int, n_top: int) -> TokenLogprob:
-        logits = np.asarray(self.generation.logits, np.float64)
-        values = logits - (logits.max() + np.log(np.exp(logits - logits.max()).sum()))
-        top: list[int] = []
-        if n_top:
-            n_top = min(n_top, len(values))
-            best = np.argpartition(-values, n_top - 1)[:n_top]
-            top = sorted((int(t) for t in best), key=lambda t: (-values[t], t))
-        return TokenLogprob(token, float(values[token]), tuple((t, float(values[t])) for t in top))
+    def _logprobs(self, token: int | None) -> tuple[TokenLogprobs, ...]:
+        n_top, logits = self.request.logprobs, self.generation.logits
+        return () if token is None or n_top is None or logits is None else (token_logprobs(logits, token, n_top),)

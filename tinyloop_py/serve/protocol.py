@@ -24,9 +24,8 @@ def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Pro
             """Refuses what is too much."""
             super().connection_made(transport)
             if len(self.connections) > max_connections:
-                self._refuse(
-                    ServeError(503, f"{max_connections} connections are open already; try again later.", code="too_many_connections", retry_after=1)
-                )
+                text = f"{max_connections} connections are open already; try again later."
+                self._refuse(ServeError(503, text, code="too_many_connections", retry_after=1))
                 return
             self._await_head()
 

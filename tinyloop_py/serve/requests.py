@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .errors import ServeError
+from ..token_logprobs import TokenLogprobs
+from .errors import ServeError, bad_request, context_exceeded
+
+if TYPE_CHECKING:
+    from ..model import Model
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,13 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """A token that was drawn, its log-probability under the model's own distribution, and the likeliest ones in its place."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
 class Piece:
     """A part of an output: what one token completed. The last one of an output has a finish reason."""
 
     index: int
     text: str = ""
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
 
 
@@ -154,7 +149,7 @@ class Output:
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
@@ -163,3 +158,19 @@ class Output:
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason or self.finish_reason
+
+
+def check_request(request: GenerationRequest, model: Model, max_outputs: int) -> None:
+    """Raise ServeError(400) for what the model cannot run."""
+    n, limit, vocab_size = len(request.tokens), model.max_seq_len, model.config.vocab_size
+    max_loops = model.config.max_loops or 1
+    if n == 0:
+        raise bad_request("The prompt is empty; give at least one token.", "prompt")
+    if n + request.max_tokens > limit:
+        raise context_exceeded(n, request.max_tokens, limit)
+    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab_size:
+        raise bad_request(f"The prompt has a token id outside 0 to {vocab_size - 1}.", "prompt")
+    if not 1 <= request.n <= max_outputs:
+        raise bad_request(f"n is {request.n}, expected 1 to {max_outputs}.", "n")
+    if request.loops is not None and not 1 <= request.loops <= max_loops:
+        raise bad_request(f"loops is {request.loops}, expected 1 to {max_loops}.", "loops")

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from .requests import Output, Stream, TokenLogprob
+from ..token_logprobs import TokenLogprobs
+from .requests import Output, Stream
 from .token_text import TokenText
 
 
@@ -136,7 +137,7 @@ class Shape:
         """A whole output."""
         raise NotImplementedError
 
-    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None, offset: int) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None, offset: int) -> dict[str, Any]:
         """A part of an output; `offset` characters of it came before."""
         raise NotImplementedError
 
@@ -151,7 +152,7 @@ class ChatShape(Shape):
         message = {"role": "assistant", "content": output.text, "refusal": None}
         return {"index": index, "message": message, "logprobs": self._logprobs(output.logprobs), "finish_reason": output.finish_reason}
 
-    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None, offset: int) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None, offset: int) -> dict[str, Any]:
         """A part of a message."""
         return {"index": index, "delta": {"content": text} if text else {}, "logprobs": self._logprobs(logprobs), "finish_reason": finish_reason}
 
@@ -159,7 +160,7 @@ class ChatShape(Shape):
         """The part that names the role."""
         return {"index": index, "delta": {"role": "assistant", "content": "", "refusal": None}, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, listed: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, listed: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if self._n_top is None:
             return None
         content = [{**self._one(item.token, item.logprob), "top_logprobs": [self._one(*pair) for pair in item.top]} for item in listed]
@@ -178,14 +179,14 @@ class TextShape(Shape):
         """A text."""
         return {"index": index, "text": output.text, "logprobs": self._logprobs(output.logprobs, 0), "finish_reason": output.finish_reason}
 
-    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprob], finish_reason: str | None, offset: int) -> dict[str, Any]:
+    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None, offset: int) -> dict[str, Any]:
         """A part of a text."""
         return {"index": index, "text": text, "logprobs": self._logprobs(logprobs, offset), "finish_reason": finish_reason}
 
-    def _logprobs(self, listed: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, listed: Sequence[TokenLogprobs], offset: int) -> dict[str, Any] | None:
         if self._n_top is None:
             return None
         texts = [self._tokens.text(item.token) for item in listed]
         offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
-        top = [{self._tokens.text(token): max(value, -9999.0) for token, value in item.top} for item in listed]
+        top = [{self._tokens.text(token): max(value, -9999.0) for token, value in (*item.top, (item.token, item.logprob))} for item in listed]
         return {"tokens": texts, "token_logprobs": [max(item.logprob, -9999.0) for item in listed], "top_logprobs": top, "text_offset": offsets}

@@ -20,7 +20,7 @@ from .strict_body import StrictRoute
 from .tenants import Tenant
 
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)}
-STREAMED = {
+STREAMED: dict[str, Any] = {
     "description": "The answer, or with `stream` its parts as server-sent events.",
     "content": {"text/event-stream": {"schema": {"type": "string"}}},
 }
@@ -35,10 +35,11 @@ async def chat_completions(body: ChatRequest, request: Request, service: Current
     begin_request(body, service)
     tokens = await service.encode_chat(body.messages)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    n_system = await service.system_length(body.messages, tokens) if service.settings.auto_prefix else 0
     asked = GenerationRequest(
         tokens, room(service, len(tokens), max_tokens, service.settings.default_max_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None, **common(body, service, tenant),
-        keep_first=await service.system_length(body.messages, tokens) if service.settings.auto_prefix else 0, keep_turn=next_turn(service, body.messages),
+        keep_first=n_system, keep_turn=next_turn(service, body.messages),
     )  # fmt: skip
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")

@@ -96,7 +96,7 @@ async def delete_prefix(prefix_id: str, service: CurrentService, tenant: Current
     """Drop one of the tenant's prefixes, pinned or not."""
     engine, _ = service.ready()
     for entry in own_entries(service, tenant):
-        if id_of(entry) == prefix_id and await engine.discard(entry.namespace, entry.tokens, entry.loops, entry.cache_window):
+        if id_of(entry) == prefix_id and await engine.discard(entry.namespace, entry.tokens.tolist(), entry.loops, entry.cache_window):
             return {"id": prefix_id, "object": "prefix", "deleted": True}
     raise ServeError(404, f"No prefix of yours has the id {prefix_id[:80]!r}.", code="prefix_not_found")
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,81 +16,15 @@ from ..errors import OutOfMemoryError, PoolFullError
 from ..lockstep import step_generations
 from ..pool import PrefixPool
 from .auto_prefix import AutoPrefixes
-from .errors import ServeError, engine_down
+from .jobs import Job, PrefixTask, TurnResult, as_serve_error
 from .output import RunningOutput
-from .requests import GenerationRequest, Piece, Stream
+from .requests import GenerationRequest
 from .steps import PrefixBuild, open_generation
 
 if TYPE_CHECKING:
     from ..model import Model
 
 logger = logging.getLogger("tinyloop.serve")
-
-
-@dataclass(eq=False)
-class Job:
-    """A request at work. During a turn it belongs to the worker; the event loop may only set `cancelled`."""
-
-    request: GenerationRequest
-    stream: Stream
-    cancelled: bool = False
-    n_matched: int = 0
-    builds: deque[PrefixBuild] = field(default_factory=deque)  # to run before its outputs open
-    prompt_pool: PrefixPool | None = None  # holds the prompt that several outputs share
-    outputs: list[RunningOutput] = field(default_factory=list)
-
-    def close(self) -> None:
-        """Frees what it holds."""
-        for output in self.outputs:
-            output.close()
-        self.builds.clear()
-        self.prompt_pool = None
-
-
-@dataclass(eq=False)
-class PrefixTask:
-    """A prefix to put into the pool: registered by somebody, or kept by itself."""
-
-    tenant: str
-    namespace: str | None
-    loops: int | None
-    tokens: Sequence[int]
-    pin: bool = False
-    automatic: bool = False
-    base: Any = None
-    build: PrefixBuild | None = None
-    error: ServeError | None = None
-    cancelled: bool = False
-    done: Any = None  # an asyncio.Future that is told of its end, or None
-
-
-@dataclass
-class TurnResult:
-    """What a turn did; the event loop hands it on."""
-
-    pieces: list[tuple[Job, Piece]] = field(default_factory=list)
-    failed: list[tuple[Job, ServeError]] = field(default_factory=list)
-    ended: list[Job] = field(default_factory=list)  # of any kind: their slots are free
-    deferred: list[Job] = field(default_factory=list)  # no memory while others run: back into the queue
-    prefixes: list[PrefixTask] = field(default_factory=list)  # in the pool, or failed
-    keeps: list[PrefixTask] = field(default_factory=list)  # automatic ones to begin
-    n_rows: int = 0  # outputs that took a step
-
-
-def as_serve_error(error: BaseException) -> ServeError:
-    """The answer to a failure inside."""
-    if isinstance(error, ServeError):
-        return error
-    if isinstance(error, OutOfMemoryError):
-        return ServeError(503, str(error), code="out_of_memory")
-    if isinstance(error, PoolFullError):
-        return ServeError(409, str(error), code="pool_full")
-    if isinstance(error, (ValueError, TypeError)):
-        return ServeError(400, str(error))
-    if isinstance(error, RuntimeError) and "is closed" in str(error):
-        return engine_down("the model is closed")
-    logger.error("a step failed", exc_info=error)
-    return ServeError(500, "The model failed while it ran this request; the server's log has the reason.", code="engine_error")
 
 
 class Runner:
@@ -191,17 +123,9 @@ class Runner:
         assert self.pool is not None
         try:
             task.build = PrefixBuild(
-                self.model,
-                self.pool,
-                self.pool,
-                task.tokens,
-                task.loops,
-                self.window,
-                task.namespace,
-                pin=task.pin,
-                rows=self.prefill_rows,
-                base=task.base,
-            )
+                self.model, self.pool, self.pool, task.tokens, task.loops, self.window, task.namespace,
+                pin=task.pin, rows=self.prefill_rows, base=task.base,
+            )  # fmt: skip
             task.base = None
         except Exception as error:
             self._end_task(task, error, result)
@@ -272,7 +196,6 @@ class Runner:
                 job.outputs.append(RunningOutput(generation, index, request, self.model.tokenizer))
         except OutOfMemoryError as error:
             job.close()
-            job.outputs.clear()
             if self._running or self._building:
                 result.deferred.append(job)
             else:
@@ -301,11 +224,10 @@ class Runner:
                 self._fail(job, error, result)
             return
         for (job, output), token in zip(taking, tokens, strict=True):
-            error = output.generation.error
             if job not in self._running:
                 continue  # another output of it failed just now
-            if error is not None:
-                self._fail(job, error, result)
+            if output.generation.error is not None:
+                self._fail(job, output.generation.error, result)
                 continue
             try:
                 piece = output.take(token)

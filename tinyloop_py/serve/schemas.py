@@ -13,6 +13,7 @@ TokenIds = Annotated[list[TokenId], Field(max_length=1 << 20)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Namespace = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._:-]*$")]
+Prompts = Annotated[list[str], Field(min_length=1, max_length=128)] | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -121,9 +122,7 @@ class CompletionRequest(Sampled):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {**Sampled.UNSUPPORTED, "suffix": (None, ""), "best_of": (None, 1)}
 
-    prompt: (
-        str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=128)] | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
-    )
+    prompt: str | TokenIds | Prompts
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -60,21 +60,21 @@ class Service:
     async def _load(self) -> None:
         s = self.settings
         try:
-            self.model = await asyncio.to_thread(
-                Model, s.model, s.max_seq_len, device=s.device, threads=s.threads, kv_mode=s.kv_mode, kv_budget=s.kv_budget
-            )
-            await asyncio.to_thread(self._prepare, self.model)
+            options: dict[str, Any] = {"device": s.device, "threads": s.threads, "kv_mode": s.kv_mode, "kv_budget": s.kv_budget}
+            model = await asyncio.to_thread(Model, s.model, s.max_seq_len, **options)
+            self.model = model
+            await asyncio.to_thread(self._prepare, model)
         except Exception as error:
             logger.exception("the model cannot be loaded")
             self._load_error = f"the model cannot be loaded: {error}"
             return
         engine = Engine(
-            self.model, self.pool, max_running=s.max_running, max_queued=s.max_queued, prefill_rows=s.prefill_rows, auto_prefix=s.auto_prefix,
+            model, self.pool, max_running=s.max_running, max_queued=s.max_queued, prefill_rows=s.prefill_rows, auto_prefix=s.auto_prefix,
             window=s.window, deadline=s.deadline,
         )  # fmt: skip
         engine.on_turn = self.metrics.turn
         self.engine = await engine.start()
-        logger.info("ready", extra={"fields": {"model": self.name, "device": self.model.device, "prefixes": self.pool.size()}})
+        logger.info("ready", extra={"fields": {"model": self.name, "device": model.device, "prefixes": self.pool.size()}})
 
     def _prepare(self, model: Model) -> None:
         if self.settings.pool_file and os.path.exists(self.settings.pool_file):
@@ -93,7 +93,7 @@ class Service:
     def _load_pool(self, model: Model, path: str) -> None:
         """A pool file that does not fit is a warning: a cold start, not none."""
         try:
-            pool = model.load_pool(path)
+            pool = model.load_pool(path)  # type: ignore[attr-defined]
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("the pool file is not used: %s", error)
             return
@@ -114,7 +114,7 @@ class Service:
 
     def _save_pool(self, path: str) -> None:
         try:
-            self.pool.save(path)
+            self.pool.save(path)  # type: ignore[attr-defined]
         except (OSError, ValueError, RuntimeError) as error:
             logger.error("the pool is not saved: %s", error)
 
@@ -157,14 +157,16 @@ class Service:
         """Token ids of a plain text."""
         tokenizer = self.tokenizer()
         self._check_length(len(text))
-        return await self._beside(len(text), lambda: list(tokenizer.encode(text, add_special_tokens=special).ids))
+        ids: list[int] = await self._beside(len(text), lambda: tokenizer.encode(text, add_special_tokens=special).ids)
+        return ids
 
     async def encode_chat(self, messages: Sequence[ChatMessage], *, reply: bool = True) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
         chat, plain = self.chat(), [message.plain() for message in messages]
         n_chars = sum(len(message["content"]) for message in plain)
         self._check_length(n_chars)
-        return await self._beside(n_chars, lambda: chat.encode(plain, reply=reply))
+        ids: list[int] = await self._beside(n_chars, lambda: chat.encode(plain, reply=reply))
+        return ids
 
     def chat(self) -> ChatFormat:
         """The model's chat format, or ServeError(400)."""

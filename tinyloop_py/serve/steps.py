@@ -6,7 +6,7 @@ The one file of the server that knows the runtime's inside. All of it runs in th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..pool import PrefixPool
 if TYPE_CHECKING:
     from ..generation import Generation
     from ..model import Model
+    from ..sequence import KvPrefix
     from .requests import GenerationRequest
 
 
@@ -36,7 +37,7 @@ class PrefixBuild:
 
     def __init__(
         self, model: Model, source: PrefixPool, target: PrefixPool, tokens: Sequence[int], loops: int | None, window: int, namespace: str | None,
-        *, pin: bool = False, rows: int = 128, base: Any = None,
+        *, pin: bool = False, rows: int = 128, base: KvPrefix | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.target = target
@@ -47,7 +48,7 @@ class PrefixBuild:
         self.rows = rows
         entry = source._find(self.key, self.tokens)
         self.n_matched = 0 if entry is None else entry.n_tokens
-        self.base = base if base is not None and base.n_tokens > self.n_matched else None if entry is None else entry.payload
+        self.base: KvPrefix | None = base if base is not None and base.n_tokens > self.n_matched else None if entry is None else entry.payload
         self.done = target._touch(target._get(self.key, self.tokens), pin)
         if self.done:
             self.base = None
@@ -72,6 +73,7 @@ class PrefixBuild:
         first = 0 if self.base is None else self.base.n_tokens
         if first < n:
             self._run(min(n, (first + self.rows) // 16 * 16 if first + self.rows < n else n))
+        assert self.base is not None
         if self.base.n_tokens == n:
             self.target._insert(self.key, self.tokens, self.base, self.pin)
             self.done, self.base = True, None
