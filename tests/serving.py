@@ -126,18 +126,20 @@ def server_process(*options: str, model: Path | str | None = None, wait: bool = 
 
 
 @contextlib.contextmanager
-def server_here(**settings: Any) -> Iterator[tuple[str, Any]]:
+def server_here(wait: bool = True, **settings: Any) -> Iterator[tuple[str, Any]]:
     """A server on a thread of this process; (its URL, its Service)."""
     from tinyloop_py.serve.server import make_server
     from tinyloop_py.serve.settings import Settings
 
-    server = make_server(Settings(str(tiny_model()), device="cpu", threads=1, **settings), "127.0.0.1", 0)
+    server = make_server(Settings(str(settings.pop("model", tiny_model())), device="cpu", threads=1, **settings), "127.0.0.1", 0)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive(), "started")
         port = server.servers[0].sockets[0].getsockname()[1]
-        service = server.config.loaded_app.app.state.service if hasattr(server.config.loaded_app, "app") else server.config.app.state.service
+        service = server.config.app.state.service
+        if wait:
+            wait_until(lambda: ask(f"http://127.0.0.1:{port}", "/health").status == 200, "healthy")
         yield f"http://127.0.0.1:{port}", service
     finally:
         server.should_exit = True

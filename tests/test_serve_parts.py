@@ -6,7 +6,7 @@ import stat
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import ROLES, TEMPLATE, byte_tokenizer, scratch, tiny_model
 
@@ -26,9 +26,10 @@ class Item:
         self.name = name
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_the_queue_keeps_order_within_a_tenant_and_takes_turns_between_them(steps):
-    queue, waiting, served = FairQueue(), {t: [] for t in "abc"}, []
+    queue, waiting, passed = FairQueue(), {t: [] for t in "abc"}, dict.fromkeys("abc", 0)
     for tenant, put in steps:
         if put:
             item = Item(tenant)
@@ -36,10 +37,9 @@ def test_the_queue_keeps_order_within_a_tenant_and_takes_turns_between_them(step
             waiting[tenant].append(item)
         elif (item := queue.pop()) is not None:
             assert item is waiting[item.name].pop(0)
-            others = [t for t in "abc" if t != item.name and waiting[t]]
-            recent = served[-len(others) :] if others else []
-            assert item.name not in recent or set(recent) - {item.name} != set(others) or len(set(recent)) == len(recent)
-            served.append(item.name)
+            for tenant in "abc":  # how many others were served since this one's turn, while it waited
+                passed[tenant] = passed[tenant] + 1 if waiting[tenant] and tenant != item.name else 0
+            assert max(passed.values()) <= 2
         assert len(queue) == sum(map(len, waiting.values())) == len(list(queue))
 
 
@@ -183,6 +183,7 @@ def test_bodies_that_are_no_json(body):
     assert raised.value.status == 400 and len(raised.value.message) < 400
 
 
+@settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20))
 def test_bodies_that_are_json(value):
     pytest.importorskip("fastapi")

@@ -61,7 +61,7 @@ class ChatFormat:
             text = self._template.render(messages=marked, add_generation_prompt=reply, bos_token=self._bos, eos_token=self._eos, tools=None)
         except SecurityError as error:
             raise ServeError(500, f"The model's chat template does what a template may not: {error}", code="chat_template") from None
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except Exception as error:  # whatever a template does with what it was given
             raise bad_request(f"The model's chat template refuses these messages: {error}", "messages", "chat_template") from None
         return [token for part in text.split(mark) for token in self._tokenizer.encode(part, add_special_tokens=False).ids]
 

@@ -97,12 +97,14 @@ class Engine:
         self._fail_all(ServeError(503, "the server is shutting down", code="shutting_down", retry_after=5))
         self._wake.set()
         if self._loop_task is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._loop_task
+            await asyncio.wait((self._loop_task,), timeout=self.stall_seconds)
+            if not self._loop_task.done():  # a turn that never ends: its thread is left behind
+                self._failure = "the worker that runs the model is stuck"
+                self._loop_task.cancel()
+                return
         if self._worker is not None:
-            if self._worker.alive:
-                with contextlib.suppress(WorkerDied):
-                    await self._worker.call(self._runner.abort)
+            with contextlib.suppress(WorkerDied):
+                await self._worker.call(self._runner.abort)
             self._worker.stop()
 
     async def drain(self, grace: float) -> None:
@@ -136,6 +138,11 @@ class Engine:
         if self._worker.busy_seconds() > self.stall_seconds:
             return "the worker that runs the model is stuck"
         return None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the worker died or never came back."""
+        return self._failure is not None
 
     @property
     def draining(self) -> bool:

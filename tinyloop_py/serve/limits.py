@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ServeError
 
+MAX_HEAD_BYTES = 32 << 10
 OWN_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -20,7 +21,7 @@ def error_response(error: ServeError) -> JSONResponse:
 
 
 class BodyLimit:
-    """Reads the body before the app runs: no more than `max_bytes` of it, and within `seconds`."""
+    """Limits heads to 32 KiB. Reads the body before the app runs: no more than `max_bytes` of it, and within `seconds`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         self._app = app
@@ -28,7 +29,11 @@ class BodyLimit:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with 413 or 408, or let the app run on what was read."""
+        """Answer with 431, 413 or 408, or let the app run on what was read."""
+        if scope["type"] == "http" and len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            text = f"The request's head is larger than {MAX_HEAD_BYTES} bytes."
+            await self._refuse(ServeError(431, text, code="head_too_large"), scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return

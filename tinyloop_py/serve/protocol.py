@@ -11,6 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ServeError
 
+LINGER_SECONDS = 0.5
+
 
 def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Protocol]:
     """A protocol class with these limits; uvicorn makes one object of it for each connection."""
@@ -19,6 +21,7 @@ def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Pro
         """One connection."""
 
         head_timer: asyncio.TimerHandle | None = None
+        refused = False
 
         def connection_made(self, transport: Any) -> None:
             """Refuses what is too much."""
@@ -36,7 +39,7 @@ def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Pro
 
         def data_received(self, data: bytes) -> None:
             """A first byte of a further request starts its time; a whole head ends it."""
-            if self.transport.is_closing():
+            if self.refused:
                 return
             if self.head_timer is None and self.conn.their_state is h11.IDLE:
                 self._await_head()
@@ -61,12 +64,14 @@ def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Pro
 
         def _refuse(self, error: ServeError) -> None:
             self._stop_timer()
-            if self.transport.is_closing():
+            if self.refused or self.transport.is_closing():
                 return
+            self.refused = True
             body = json.dumps(error.body()).encode()
             fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers()}
             head = f"HTTP/1.1 {error.status} Refused\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
             self.transport.write(head.encode() + b"\r\n" + body)
-            self.transport.close()
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)  # closed with data unread, the answer might be lost on its way
 
     return LimitedProtocol

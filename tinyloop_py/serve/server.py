@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 
 from .app import create_app
+from .limits import MAX_HEAD_BYTES
 from .protocol import limited_protocol
 from .service import Service
 from .settings import Settings
@@ -29,6 +30,7 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)  # waits for connections, which the draining ends
         if draining is not None:
             await draining
+        self._captured_signals.clear()  # uvicorn would send itself the signal again; an end that was asked for is a success
 
 
 def make_server(settings: Settings, host: str, port: int, **options: Any) -> DrainingServer:
@@ -36,7 +38,7 @@ def make_server(settings: Settings, host: str, port: int, **options: Any) -> Dra
     app = create_app(settings)
     config = uvicorn.Config(
         app, host, port, http=limited_protocol(settings.max_connections, settings.header_seconds), ws="none", lifespan="on", log_config=None,
-        access_log=False, server_header=False, timeout_keep_alive=int(settings.idle_seconds), h11_max_incomplete_event_size=32 << 10,
+        access_log=False, server_header=False, timeout_keep_alive=int(settings.idle_seconds), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=int(settings.shutdown_grace) + 10, **options,
     )  # fmt: skip
     return DrainingServer(config, app.state.service, settings.shutdown_grace)

@@ -105,9 +105,11 @@ class Service:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loading
         if self.engine is not None:
-            alive = self.engine.alive
+            healthy = self.engine.alive
             await self.engine.close()
-            if self.settings.pool_file and alive:
+            if self.engine.failed:  # the model may be in the middle of a step
+                return
+            if self.settings.pool_file and healthy:
                 await asyncio.to_thread(self._save_pool, self.settings.pool_file)
         if self.model is not None:
             await asyncio.to_thread(self.model.close)

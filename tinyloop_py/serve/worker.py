@@ -23,7 +23,9 @@ class Worker:
     """
 
     def __init__(self, name: str = "tinyloop-engine") -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.AbstractEventLoop, asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._waiting: set[asyncio.Future[Any]] = set()  # told when the thread ends, wherever in it their calls are
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._dead = False
         self._began_at: float | None = None  # of the call that runs
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -40,14 +42,17 @@ class Worker:
         return 0.0 if began is None else time.monotonic() - began
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """The result of `function()`, run in the thread. A call that was begun is finished even if the caller is cancelled."""
-        if not self.alive:
-            raise WorkerDied("the worker thread has ended")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self._calls.put((function, loop, future))
-        if not self.alive:  # it died just now, perhaps without seeing this call
-            self._drain()
+        """The result of `function()`, run in the thread. A call that was begun is finished even if the caller is cancelled.
+
+        All calls of a worker come from one event loop.
+        """
+        self._loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        self._calls.put((function, future))
+        if not self.alive:  # perhaps it ended before it could see this call
+            self._fail_waiting()
         return await future
 
     def stop(self) -> None:
@@ -55,46 +60,39 @@ class Worker:
         self._calls.put(None)
 
     def _serve(self) -> None:
-        current = None
         try:
-            while (current := self._calls.get()) is not None:
-                function, loop, future = current
+            while (call := self._calls.get()) is not None:
+                function, future = call
                 self._began_at = time.monotonic()
                 try:
                     result, error = function(), None
                 except Exception as raised:
                     result, error = None, raised
                 self._began_at = None
-                current = None
-                self._answer(loop, future, result, error)
-        except BaseException:  # a killed thread ends quietly; those who wait are told below
+                self._tell(_settle, future, result, error)
+                del call, function, future, result, error
+        except BaseException:  # a killed thread ends quietly; those who wait are told
             pass
         finally:
             self._dead = True
             self._began_at = None
-            if current is not None:
-                self._answer(current[1], current[2], None, WorkerDied("the worker thread was ended while it ran this"))
-            self._drain()
+            self._tell(self._fail_waiting)
 
-    def _drain(self) -> None:
-        """Tell all that wait."""
-        while True:
-            try:
-                waiting = self._calls.get_nowait()
-            except queue.Empty:
-                return
-            if waiting is not None:
-                self._answer(waiting[1], waiting[2], None, WorkerDied("the worker thread has ended"))
-
-    @staticmethod
-    def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-        def settle() -> None:
-            if future.done():  # its caller was cancelled
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Have the event loop run it."""
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
-            loop.call_soon_threadsafe(settle)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _fail_waiting(self) -> None:
+        for future in list(self._waiting):
+            _settle(future, None, WorkerDied("the worker thread has ended"))
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():  # its caller was cancelled
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
