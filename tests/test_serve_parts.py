@@ -39,7 +39,7 @@ def test_the_queue_keeps_order_within_a_tenant_and_takes_turns_between_them(step
             assert item is waiting[item.name].pop(0)
             for tenant in "abc":  # how many others were served since this one's turn, while it waited
                 passed[tenant] = passed[tenant] + 1 if waiting[tenant] and tenant != item.name else 0
-            assert max(passed.values()) <= 2
+            assert max(passed.values()) <= 2, passed
         assert len(queue) == sum(map(len, waiting.values())) == len(list(queue))
 
 

@@ -71,7 +71,7 @@ def test_what_one_tenant_has_run_is_no_hit_for_another(url, keys, route):
     for other in ("b", "a2"):
         assert request(url, keys[other], namespace=own) == 0
     after = pool.stats()
-    assert after.prefilled_tokens > before.prefilled_tokens or route == "prefixes"
+    assert after.prefilled_tokens > before.prefilled_tokens or after.insertions == before.insertions + 2
     assert request(url, keys["b"], namespace=own) == repeated  # so they have their own by now
 
 
@@ -115,7 +115,7 @@ def test_pinned_tokens_have_a_limit(url, keys):
 
 def test_rates_and_open_requests_have_limits(url, keys):
     assert [chat(url, key=keys["slow"]).status for _ in range(3)] == [200, 200, 429]
-    spent = [chat(url, key=keys["spent"]) for _ in range(2)]
+    spent = [chat(url, key=keys["spent"], max_tokens=30) for _ in range(2)]
     assert [answer.status for answer in spent] == [200, 429] and int(spent[1].headers["retry-after"]) >= 1
     answer = ask(url, "/v1/completions", {"model": NAME, "prompt": ["a", "b"], "max_tokens": 1}, key=keys["one"])
     assert answer.status == 429 and answer.json["error"]["code"] == "too_many_requests"

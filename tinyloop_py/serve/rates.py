@@ -21,9 +21,9 @@ class Allowance:
         self._left -= n
 
     def wait_seconds(self) -> float:
-        """Seconds until something is left; 0 where something is."""
+        """Seconds until one is left; 0 where one is."""
         self._refill()
-        return 0.0 if self._left > 0 else (1 - self._left) * 60 / self.per_minute
+        return 0.0 if self._left >= 1 else (1 - self._left) * 60 / self.per_minute
 
     def _refill(self) -> None:
         now = self._clock()

@@ -204,6 +204,10 @@ class Runner:
         except Exception as error:
             self._fail(job, error, result)
             return
+        if job.prompt_pool is not None and self.pool is not None:  # its outputs continue from that one: count the query here
+            tokens = np.asarray(request.tokens[: job.n_matched], np.int32)
+            entry = self.pool._find(self.model._pool_key(request.loops, self.window, request.namespace), tokens)
+            self.pool._record(entry, len(request.tokens), len(request.tokens) - job.n_matched)
         n_cached = job.outputs[0].generation.n_cached
         job.stream.n_cached = min(n_cached, job.n_matched) if had_builds else n_cached
         self._running.append(job)

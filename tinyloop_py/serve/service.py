@@ -93,11 +93,13 @@ class Service:
     def _load_pool(self, model: Model, path: str) -> None:
         """A pool file that does not fit is a warning: a cold start, not none."""
         try:
-            pool = model.load_pool(path)  # type: ignore[attr-defined]
+            saved = model.load_pool(path)  # type: ignore[attr-defined]
+            for entry in sorted(saved.entries(), key=lambda entry: entry.n_tokens):  # into a pool of these settings, not of those it was saved with
+                key = model._pool_key(entry.loops, entry.cache_window, entry.namespace)
+                self.pool._insert(key, entry.tokens, saved._get(key, entry.tokens).payload, entry.pinned)
+            model.register_prefix(self.pool, [0], namespace="")  # FIXME
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("the pool file is not used: %s", error)
-            return
-        self.pool = pool
 
     async def close(self) -> None:
         """End the engine, save the pool and close the model."""
