@@ -114,6 +114,19 @@ def test_register_runs_in_parts_and_equals_register_prefix(model):
     assert drawn == model.generate_with_pool(other, [*tokens, 7], 6, temperature=0.0, stop_tokens=())[132:]
 
 
+def test_a_closed_models_prefixes_leave_the_pool():
+    pool = tl.PrefixPool(8)
+
+    async def main():
+        with tl.Model(tiny_model(), 512, device="cpu", threads=1) as model:
+            async with Engine(model, pool) as engine:
+                await engine.register("t", "n", prompt(40))
+            assert pool.size() == 1
+
+    asyncio.run(main())
+    assert pool.size() == 0
+
+
 def test_stop_strings_end_an_output_and_are_not_shown(model):
     request = ask(20, 40, seed=5)
     text = model.tokenizer.decode([t for t in plain(model, request) if t < 261])

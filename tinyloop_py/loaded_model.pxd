@@ -18,7 +18,7 @@ cdef class LoadedModel(PoolClient):
     cdef readonly tuple stop_ids
     cdef object _tokenizer_json, _tokenizer
     cdef frozenset _stop_tokens
-    cdef object _pools                 # that may hold this model's entries
+    cdef readonly object _pools        # that may hold this model's entries
     cdef int _pid
     cdef bint _warned
     cdef readonly int64_t nbytes

@@ -73,6 +73,10 @@ class Service:
             window=s.window, deadline=s.deadline,
         )  # fmt: skip
         engine.on_turn = self.metrics.turn
+        for entry in sorted(self.pool.entries(), key=lambda entry: entry.n_tokens):  # what a pool file held and nobody pinned
+            if engine.auto is not None and not entry.pinned and entry.namespace is not None:
+                n_shared = self.pool.match(model, entry.tokens[:-1], entry.loops, entry.cache_window, namespace=entry.namespace)
+                engine.auto.add(entry.namespace.partition("/")[0], entry.namespace, entry.loops, entry.tokens, n_shared)
         self.engine = await engine.start()
         logger.info("ready", extra={"fields": {"model": self.name, "device": model.device, "prefixes": self.pool.size()}})
 
@@ -97,7 +101,7 @@ class Service:
             for entry in sorted(saved.entries(), key=lambda entry: entry.n_tokens):  # into a pool of these settings, not of those it was saved with
                 key = model._pool_key(entry.loops, entry.cache_window, entry.namespace)
                 self.pool._insert(key, entry.tokens, saved._get(key, entry.tokens).payload, entry.pinned)
-            model.register_prefix(self.pool, [0], namespace="")  # FIXME
+            model._pools.add(self.pool)
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("the pool file is not used: %s", error)
 

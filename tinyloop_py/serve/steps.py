@@ -41,6 +41,7 @@ class PrefixBuild:
     ) -> None:  # fmt: skip
         self.model = model
         self.target = target
+        model._pools.add(target)
         self.tokens = np.asarray(tokens, np.int32)
         self.key = model._pool_key(loops, window, namespace)
         self.namespace = namespace
