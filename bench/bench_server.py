@@ -131,7 +131,8 @@ def shared_prefixes(model: tl.Model, port: int, name: str, args: argparse.Namesp
             "clients": n_clients, "requests/s, pool": len(prompts) / statistics.median(seconds["server", "pool"]),
             "requests/s, none": len(prompts) / statistics.median(seconds["server", "none"]), "first token ms, pool": 1e3 * first["server", "pool"],
             "first token ms, none": 1e3 * first["server", "none"], "gain": gain["server"], "gain of the library": gain["library"],
-            "gain reached": gain["server"] / gain["library"], "time over the library, pool": median_ratio(seconds["server", "pool"], seconds["library", "pool"]),
+            "gain reached": gain["server"] / gain["library"],
+            "time over the library, pool": median_ratio(seconds["server", "pool"], seconds["library", "pool"]),
         })  # fmt: skip
     return rows
 
@@ -202,8 +203,18 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    for name, value in (("prefixes", 8), ("prefix", 512), ("new", 32), ("out", 32), ("requests", 32), ("rounds", 3), ("max-running", 8), ("prefill-rows", 512)):
+    for name, value in (
+        ("prefixes", 8),
+        ("prefix", 512),
+        ("new", 32),
+        ("out", 32),
+        ("requests", 32),
+        ("rounds", 3),
+        ("max-running", 8),
+        ("prefill-rows", 512),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--only", choices=("shared", "costs"), help="the costs show best on a model that takes no time")
     parser.add_argument("--keep", metavar="NAME", help="write the record to bench/results/NAME.json")
     args = parser.parse_args()
     options = [f"--max-running={args.max_running}", f"--prefill-rows={args.prefill_rows}", f"--device={args.device}", "--max-seq-len=1024"]
@@ -216,12 +227,12 @@ def main() -> None:
         port = int(json.loads(server.stdout.readline())["listening"].rpartition(":")[2])
         with tl.Model(args.model, 1024, device=args.device, threads=args.threads) as model:
             time.sleep(5)  # the server loads too
-            rows = shared_prefixes(model, port, "bench", args)
-            parts = costs(model, port, "bench", args)
+            rows = [] if args.only == "costs" else shared_prefixes(model, port, "bench", args)
+            parts = [] if args.only == "shared" else costs(model, port, "bench", args)
     finally:
         server.terminate()
         server.wait()
-    for listed in (rows, parts):
+    for listed in filter(None, (rows, parts)):
         print(table([{name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()} for row in listed]), end="\n\n")
     if args.keep:
         print("kept in", keep(args.keep, {"arguments": vars(args), "shared prefixes": rows, "costs": parts}))

@@ -23,9 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import tinyloop_py as tl
 
 ROLES = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 CONFIG = tl.ModelConfig(
     vocab_size=261, dim=64, ffn_dim=96, n_heads=4, n_kv_heads=2, head_dim=16, n_core=1, default_loops=2, trained_loops=4, max_loops=4,
     tied_embeddings=False, logit_scale=0.3, loop_norm="every", final_norm=False,
@@ -90,6 +88,15 @@ def chat(url: str, content: str = "Hello", *, key: str | None = None, system: st
     return ask(url, "/v1/chat/completions", {"model": NAME, "messages": messages, "max_tokens": 8, "ignore_eos": True, **fields}, key=key)
 
 
+def is_error(answer: Answered, status: int, param: str | None = None, code: str | None = None) -> bool:
+    """Whether an answer is an error of the API, with this status (and field, and name)."""
+    error = answer.json["error"]
+    return bool(
+        answer.status == status and set(answer.json) == {"error"} and set(error) == {"message", "type", "param", "code"} and error["message"]
+        and (param is None or error["param"] == param) and (code is None or error["code"] == code)
+    )  # fmt: skip
+
+
 def wait_until(condition: Any, what: str, seconds: float = 30.0) -> None:
     """Wait for what comes soon; the limit only keeps a failing test from hanging."""
     end = time.monotonic() + seconds
@@ -102,7 +109,20 @@ def wait_until(condition: Any, what: str, seconds: float = 30.0) -> None:
 def server_process(*options: str, model: Path | str | None = None, wait: bool = True) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`tinyloop serve` on a free port; (its URL, its process). The log goes to the file `process.log`."""
     log = tempfile.NamedTemporaryFile("w+", dir=_folder.name, suffix=".log", delete=False)  # noqa: SIM115
-    command = [sys.executable, "-m", "tinyloop_py.cli", "serve", str(model or tiny_model()), "--port", "0", "--threads", "1", "--device", "cpu", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "tinyloop_py.cli",
+        "serve",
+        str(model or tiny_model()),
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        *options,
+    ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(tl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=env)
     process.log = Path(log.name)  # type: ignore[attr-defined]

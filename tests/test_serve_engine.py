@@ -1,62 +1,20 @@
 """Engine without HTTP: answers are those of generate, whatever their company; and what ends early leaves nothing behind."""
 
 import asyncio
-import ctypes
 
 import numpy as np
 import pytest
+from engine_runs import GREEDY, ask, plain, prompt, run
 from serving import CONFIG, tiny_model
 
 import tinyloop_py as tl
-from tinyloop_py.serve import Engine, GenerationRequest, ServeError
-from tinyloop_py.serve.requests import Sampling
-
-RNG = np.random.default_rng(7)
-GREEDY = Sampling(temperature=0.0)
+from tinyloop_py.serve import Engine, GenerationRequest
 
 
 @pytest.fixture
 def model():
     with tl.Model(tiny_model(), 512, device="cpu", threads=1) as model:
         yield model
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([seed, n]).integers(5, 261, n).tolist()
-
-
-def ask(n_prompt: int = 20, max_tokens: int = 12, seed: int = 0, **fields) -> GenerationRequest:
-    fields.setdefault("sampling", Sampling(seed=seed))
-    fields.setdefault("stop_tokens", ())
-    return GenerationRequest(prompt(n_prompt, seed), max_tokens, **fields)
-
-
-def plain(model: tl.Model, request: GenerationRequest, index: int = 0) -> list[int]:
-    s = request.sampling
-    seed = None if s.seed is None else s.seed + index
-    tokens = model.generate(request.tokens, request.max_tokens, request.loops, s.temperature, s.top_k, seed=seed, stop_tokens=request.stop_tokens)
-    return tokens[len(request.tokens) :]
-
-
-def run(model: tl.Model, work, pool: tl.PrefixPool | None = None, **options):
-    """Run `work(engine)` on a started engine, and check that nothing is left at work or in memory."""
-
-    async def main():
-        async with Engine(model, pool, **options) as engine:
-            result = await asyncio.wait_for(work(engine), 60)
-            for _ in range(200):
-                if not (engine.n_running or engine.n_waiting):
-                    break
-                await asyncio.sleep(0.01)
-            assert engine.n_running == 0 and engine.n_waiting == 0
-            return result
-
-    result = asyncio.run(main())
-    if pool is not None:
-        pool._check()
-        pool.clear()
-    assert model.kv_nbytes == 0
-    return result
 
 
 def test_answers_equal_generate_in_any_company(model):
@@ -125,6 +83,47 @@ def test_a_closed_models_prefixes_leave_the_pool():
 
     asyncio.run(main())
     assert pool.size() == 0
+
+
+@pytest.mark.skipif(not hasattr(tl.PrefixPool, "save"), reason="this build cannot save pools")
+def test_an_engines_pool_is_saved_and_loaded(tmp_path):
+    from tinyloop_py.serve.service import Service
+    from tinyloop_py.serve.settings import Settings
+
+    fixed = {"max_seq_len": 512, "device": "cpu", "threads": 1, "auto_prefix": 1000}
+    settings = Settings(str(tiny_model()), **fixed, pool_capacity=7, pool_file=str(tmp_path / "pool"))
+
+    async def live(work):
+        service = Service(settings)
+        service.begin_loading()
+        await service.loaded()
+        try:
+            return await work(service)
+        finally:
+            await service.close()
+
+    async def first(service):
+        await service.engine.register("t", "t", prompt(40), pin=True)
+        await service.engine.submit(ask(50, 8, seed=1, tenant="t", namespace="t/own")).collect()
+        while len(service.engine._prefixes):
+            await asyncio.sleep(0.01)
+        return [(e.n_tokens, e.namespace, e.pinned) for e in service.pool.entries()]
+
+    async def second(service):
+        stream = service.engine.submit(GenerationRequest([*prompt(40), 9], 4, stop_tokens=(), namespace="t"))
+        await stream.collect()
+        assert stream.n_cached == 40 and service.pool.capacity == 7 and service.engine.auto.n_tokens == 58
+        return [(e.n_tokens, e.namespace, e.pinned) for e in service.pool.entries()]
+
+    saved = asyncio.run(live(first))
+    assert saved == [(58, "t/own", False), (40, "t", True)]
+    assert asyncio.run(live(second))[-2:] == saved
+    (tmp_path / "pool").write_bytes(b"no pool")
+
+    async def third(service):
+        assert service.status == ("ok", "") and service.pool.size() == 0
+
+    asyncio.run(live(third))
 
 
 def test_stop_strings_end_an_output_and_are_not_shown(model):
@@ -233,151 +232,6 @@ def test_tenants_take_turns(model):
 
     order = run(model, work, max_running=1)
     assert order.index("few") <= 1 and [i for i, tenant in enumerate(order) if tenant == "few"][1] <= 3
-
-
-def test_a_full_queue_refuses_with_429(model):
-    async def work(engine):
-        streams = [engine.submit(ask(5, 200)) for _ in range(3)]
-        with pytest.raises(ServeError) as raised:
-            engine.submit(ask(5, 200))
-        for stream in streams:
-            stream.cancel()
-        return raised.value
-
-    error = run(model, work, max_running=1, max_queued=3)
-    assert error.status == 429 and int(error.headers()["retry-after"]) >= 1
-
-
-def test_a_deadline_ends_requests_at_work_and_waiting(model):
-    async def work(engine):
-        streams = [engine.submit(ask(5, 500, deadline=0.05)) for _ in range(2)]
-        for stream in streams:
-            with pytest.raises(ServeError, match="deadline") as raised:
-                await stream.collect()
-            assert raised.value.status == 504
-        [output] = await engine.submit(ask(5, 3)).collect()
-        assert len(output.tokens) == 3
-
-    run(model, work, max_running=1)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"tokens": []}, "empty"), ({"tokens": [1, 99999]}, "outside"), ({"tokens": [-1]}, "outside"), ({"tokens": [1] * 600}, "maximum context"),
-        ({"tokens": [1], "max_tokens": 512}, "maximum context"), ({"tokens": [1], "loops": 5}, "loops"), ({"tokens": [1], "n": 99}, "n is 99"),
-    ],
-)  # fmt: skip
-def test_what_cannot_run_is_refused_before_it_waits(model, fields, text):
-    async def work(engine):
-        with pytest.raises(ServeError, match=text) as raised:
-            engine.submit(GenerationRequest(**fields))
-        assert raised.value.status == 400 and engine.n_waiting == 0
-
-    run(model, work)
-
-
-def test_memory_that_is_short_makes_a_request_wait(model):
-    with tl.Model(tiny_model(), 512, device="cpu", threads=1) as probe:
-        generation = probe._start(prompt(20), 100, run_prompt=False)
-        budget = int(probe._engine.kv_nbytes_for(121, 2, 0) * 1.6)
-        generation.close()
-    with tl.Model(tiny_model(), 512, device="cpu", threads=1, kv_budget=budget) as small:
-
-        async def work(engine):
-            requests = [ask(20, 100, seed=i) for i in range(4)]
-            outputs = await asyncio.gather(*(engine.submit(request).collect() for request in requests))
-            assert [o[0].tokens for o in outputs] == [plain(model, request) for request in requests]
-            with pytest.raises(ServeError) as raised:
-                await engine.submit(ask(20, 480)).collect()
-            assert raised.value.status == 503 and "out of memory" in raised.value.message
-
-        run(small, work)
-
-
-def test_an_error_in_a_step_reaches_the_client_and_the_next_is_served(model, monkeypatch):
-    from tinyloop_py.serve import runner
-
-    real, failures = runner.step_generations, [RuntimeError("injected")]
-
-    def failing(generations, rows):
-        if failures:
-            raise failures.pop()
-        return real(generations, rows)
-
-    monkeypatch.setattr(runner, "step_generations", failing)
-
-    async def work(engine):
-        with pytest.raises(ServeError) as raised:
-            await engine.submit(ask(5, 5)).collect()
-        assert raised.value.status == 500 and "injected" not in raised.value.message
-        [output] = await engine.submit(ask(5, 5)).collect()
-        return output.tokens
-
-    assert run(model, work) == plain(model, ask(5, 5))
-
-
-def test_a_fault_of_the_runner_itself_is_survived(model, monkeypatch):
-    from tinyloop_py.serve.runner import Runner
-
-    real, failures = Runner._step, [KeyError("injected")]
-
-    def failing(self, result):
-        if failures:
-            raise failures.pop()
-        return real(self, result)
-
-    monkeypatch.setattr(Runner, "_step", failing)
-
-    async def work(engine):
-        with pytest.raises(ServeError) as raised:
-            await engine.submit(ask(5, 5)).collect()
-        assert raised.value.status == 500
-        assert len((await engine.submit(ask(5, 5)).collect())[0].tokens) == 5
-
-    run(model, work)
-
-
-def test_a_killed_worker_fails_everybody_and_nobody_hangs(model):
-    async def main():
-        async with Engine(model, tl.PrefixPool(4), max_running=1) as engine:
-            running, queued = engine.submit(ask(5, 400)), engine.submit(ask(5, 400))
-            await running.__anext__()
-            assert engine.alive
-            build = asyncio.ensure_future(engine.register("t", None, prompt(400)))
-            await asyncio.sleep(0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(engine._worker.thread.ident), ctypes.py_object(SystemExit))
-            for work in (running.collect(), queued.collect(), build):
-                with pytest.raises(ServeError) as raised:
-                    await asyncio.wait_for(work, 20)
-                assert raised.value.status == 503
-            assert not engine.alive and "died" in engine.problem
-            with pytest.raises(ServeError):
-                engine.submit(ask(5, 5))
-
-    asyncio.run(main())
-
-
-def test_draining_finishes_what_runs_and_refuses_what_comes(model):
-    async def main():
-        async with Engine(model) as engine:
-            stream = engine.submit(ask(5, 30))
-            drained = asyncio.ensure_future(engine.drain(30))
-            await asyncio.sleep(0)
-            with pytest.raises(ServeError) as raised:
-                engine.submit(ask(5, 5))
-            assert raised.value.status == 503
-            assert len((await stream.collect())[0].tokens) == 30
-            await drained
-            endless = GenerationRequest(prompt(5), 500, sampling=GREEDY, stop_tokens=())
-            engine._draining = False
-            stream = engine.submit(endless)
-            await stream.__anext__()
-            await engine.drain(0)
-            with pytest.raises(ServeError, match="shutting down"):
-                await stream.collect()
-
-    asyncio.run(main())
 
 
 def test_logprobs_equal_logits(model):

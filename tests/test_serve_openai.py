@@ -1,6 +1,7 @@
 """The real client of OpenAI's API against the server: what it sends is understood, what it gets is what it expects."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -9,6 +10,8 @@ for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import NAME, ask, server_here, wait_until
+
+import tinyloop_py as tl
 
 HI = [{"role": "user", "content": "hi"}]
 OWN = {"ignore_eos": True}
@@ -114,8 +117,6 @@ def test_a_full_queue_is_a_rate_limit_error():
         create = client.chat.completions.create
         streams = [create(model=NAME, messages=HI, max_tokens=3000, stream=True, extra_body=OWN)]
         next(streams[0])
-        import threading
-
         waiting = threading.Thread(target=lambda: create(model=NAME, messages=HI, max_tokens=1))
         waiting.start()
         wait_until(lambda: b"tinyloop_requests_waiting 1.0" in ask(url, "/metrics").body, "one waits")
@@ -155,3 +156,19 @@ def test_async_streams_side_by_side_and_cancelled(served):
             assert service.engine.n_running == 0
 
     asyncio.run(main())
+
+
+def test_a_conversation_with_the_model_of_the_package():
+    """Words, a real chat template, stop ids: the second turn's prompt is cached up to where the first ended."""
+    with server_here(model=tl.demo_model(), model_name="demo", auto_prefix=10_000, max_seq_len=512, max_running=2) as (url, _):
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60)
+        messages = [{"role": "system", "content": "You are a helpful assistant who answers every question in one short sentence."}]
+        messages.append({"role": "user", "content": "What is a cat?"})
+        first = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=16)
+        assert first.choices[0].message.content.isascii() and first.usage.prompt_tokens_details.cached_tokens == 0
+        messages += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "And a dog?"}]
+        second = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=4)
+        assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+        shallow = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=4, extra_body={"loops": 2})
+        assert shallow.usage.prompt_tokens_details.cached_tokens == 0
+        client.close()

@@ -170,7 +170,8 @@ def test_a_template_that_cannot_be_read_says_so_at_the_start():
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"\xff\xfe", b'"\xe4\xbd"', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": -Infinity}', b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000,
+        b"", b"{", b"\xff\xfe", b'"\xe4\xbd"', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": -Infinity}', b"[" * 100_000,
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
         b"[" * 100 + b"]" * 100, b'{"a": "\\ud800"}', b"1" * 5000, b'{"a": 1} x', b'{"a": "\n"}',
     ],
 )  # fmt: skip
@@ -184,7 +185,11 @@ def test_bodies_that_are_no_json(body):
 
 
 @settings(deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20
+    )
+)
 def test_bodies_that_are_json(value):
     pytest.importorskip("fastapi")
     from tinyloop_py.serve.strict_body import parse

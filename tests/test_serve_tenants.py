@@ -20,7 +20,8 @@ _names = itertools.count()
 def keys():
     path = scratch("tenants.json")
     settings = {
-        "a": {"max_pinned_tokens": 100}, "b": {}, "a2": {}, "ops": {"operator": True}, "slow": {"requests_per_minute": 2}, "spent": {"tokens_per_minute": 20},
+        "a": {"max_pinned_tokens": 100}, "b": {}, "a2": {}, "ops": {"operator": True}, "slow": {"requests_per_minute": 2},
+        "spent": {"tokens_per_minute": 20},
         "one": {"max_requests": 1},
     }  # fmt: skip
     return {name: add_key(path, name, limits) for name, limits in settings.items()}
@@ -85,12 +86,22 @@ def test_a_registered_prefix_is_its_tenants_alone(url, keys):
         assert made["id"] not in [item["id"] for item in listed]
         assert ask(url, f"/v1/prefixes/{made['id']}", method="DELETE", key=keys[other]).status == 404
     listed = ask(url, "/v1/prefixes", key=keys["a"]).json["data"]
-    assert made["id"] in [item["id"] for item in listed] and all(item["namespace"] in (None, "own", "else") or item["namespace"][0] == "r" for item in listed)
+    assert made["id"] in [item["id"] for item in listed] and all(
+        item["namespace"] in (None, "own", "else") or item["namespace"][0] == "r" for item in listed
+    )
     assert ask(url, f"/v1/prefixes/{made['id']}", method="DELETE", key=keys["a"]).status == 200
 
 
 def test_keys_are_needed_everywhere_but_for_health_and_the_page(url, keys):
-    routes = {"/v1/models": None, "/v1/prefixes": None, "/metrics": None, "/v1/chat/completions": {}, "/v1/completions": {}, "/tokenize": {}, "/detokenize": {}}
+    routes = {
+        "/v1/models": None,
+        "/v1/prefixes": None,
+        "/metrics": None,
+        "/v1/chat/completions": {},
+        "/v1/completions": {},
+        "/tokenize": {},
+        "/detokenize": {},
+    }
     for path, body in routes.items():
         for key in (None, "tl-wrong"):
             answer = ask(url, path, body, key=key)
