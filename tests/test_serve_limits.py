@@ -25,7 +25,8 @@ def url():
 
 FIELDS = [
     ({"temperature": "1"}, "temperature"), ({"temperature": 1e308}, "temperature"), ({"n": 0}, "n"), ({"n": 100}, "n"),
-    ({"max_tokens": 10**30}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"seed": 2**64}, "seed"), ({"nonsense": 1}, "nonsense"), ({"tools": [{"type": "function"}]}, "tools"),
+    ({"max_tokens": 10**30}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"seed": 2**64}, "seed"), ({"nonsense": 1}, "nonsense"),
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"loops": 5}, "loops"), ({"response_format": {"type": "json_object"}}, "response_format"), ({"presence_penalty": 0.5}, "presence_penalty"),
     ({"top_logprobs": 2}, "top_logprobs"), ({"stream_options": {"include_usage": True}}, "stream_options"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"stop_token_ids": [261]}, "stop_token_ids"), ({"namespace": "a/b"}, "namespace"), ({"messages": []}, "messages"), ({"model": None}, "model"),

@@ -31,7 +31,7 @@ def test_every_route_answers_as_described():
 def probe(operation, statuses: set[int]) -> None:
     """Ask an operation what its description allows, with the model's name put right in most cases."""
 
-    @settings(max_examples=30, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
     @given(case=operation.as_strategy(), right_name=integers(0, 4))
     def check(case, right_name):
         if isinstance(case.body, dict) and "model" in case.body and right_name:
