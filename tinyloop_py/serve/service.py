@@ -97,12 +97,13 @@ class Service:
     def _load_pool(self, model: Model, path: str) -> None:
         """A pool file that does not fit is a warning: a cold start, not none."""
         try:
-            saved = model.load_pool(path)  # type: ignore[attr-defined]
+            loader: Any = model  # a build without load_pool says so below
+            saved = loader.load_pool(path)
             for entry in sorted(saved.entries(), key=lambda entry: entry.n_tokens):  # into a pool of these settings, not of those it was saved with
                 key = model._pool_key(entry.loops, entry.cache_window, entry.namespace)
                 self.pool._insert(key, entry.tokens, saved._get(key, entry.tokens).payload, entry.pinned)
             model._pools.add(self.pool)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
             logger.warning("the pool file is not used: %s", error)
 
     async def close(self) -> None:
@@ -122,8 +123,9 @@ class Service:
 
     def _save_pool(self, path: str) -> None:
         try:
-            self.pool.save(path)  # type: ignore[attr-defined]
-        except (OSError, ValueError, RuntimeError) as error:
+            pool: Any = self.pool
+            pool.save(path)
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
             logger.error("the pool is not saved: %s", error)
 
     # ---- state
