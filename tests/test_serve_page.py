@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
 
 from serving import SYSTEM, ask, scratch, server_here
 
+from tinyloop_py.serve import runner
 from tinyloop_py.serve.tenants import add_key
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
@@ -89,12 +91,25 @@ def test_prefixes_are_registered_pinned_and_dropped(page, url):
     assert not [item for item in ask(url, "/v1/prefixes").json["data"] if item["pinned"]]
 
 
-def test_everything_can_be_done_by_keyboard_on_a_phone(page):
+def never_ending(page, monkeypatch):
+    """Answers that stop by nobody's will but the reader's, at a pace that leaves time for it."""
+    step = runner.step_generations
+
+    def slowly(generations, rows):
+        time.sleep(0.02)
+        return step(generations, rows)
+
+    monkeypatch.setattr(runner, "step_generations", slowly)
+    page.route("**/v1/chat/completions", lambda route: route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True}))
+
+
+def test_everything_can_be_done_by_keyboard_on_a_phone(page, monkeypatch):
+    never_ending(page, monkeypatch)
     page.set_viewport_size({"width": 360, "height": 740})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     seen = []
     page.evaluate("document.activeElement.blur()")
-    for _ in range(14):
+    for _ in range(40):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
     order = [name for name in seen if name in ("skip", "system", "loops", "temperature", "most", "talk", "say", "send", "clear", "keep", "pin")]
