@@ -121,7 +121,7 @@ def test_everything_can_be_done_by_keyboard_on_a_phone(page, monkeypatch):
     page.keyboard.type("two")
     page.keyboard.press("Enter")
     assert page.locator("#talk li.user").inner_text() == "one\ntwo"
-    page.wait_for_function("document.querySelector('#talk li.assistant').innerText.length > 2")
+    playwright.expect(page.locator("#talk li.assistant")).to_have_text(re.compile(r".{3}", re.DOTALL), timeout=20_000)
     page.keyboard.press("Escape")
     playwright.expect(page.locator("#talk li.assistant .cost")).to_contain_text("stopped")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
