@@ -32,7 +32,7 @@ def test_a_full_queue_refuses_with_429(model):
 
 def test_a_deadline_ends_requests_at_work_and_waiting(model):
     async def work(engine):
-        streams = [engine.submit(ask(5, 500, deadline=0.05)) for _ in range(2)]
+        streams = [engine.submit(ask(5, 500, deadline=0.003)) for _ in range(2)]
         for stream in streams:
             with pytest.raises(ServeError, match="deadline") as raised:
                 await stream.collect()
