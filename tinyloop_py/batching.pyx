@@ -59,8 +59,10 @@ class Batching:
         check_pool(pool)
         prompts = read_prompts(prompts)
         seeds = read_seeds(seed, len(prompts))
+        if stop_tokens is not None and not hasattr(stop_tokens, "__len__"):
+            stop_tokens = tuple(Sampling._iterate(stop_tokens))  # every prompt's, not the first's alone
         for i, prompt in enumerate(prompts):
-            tokens = np.array(self.prompt_tokens(prompt, max_tokens, &n_new, f"prompts[{i}]"))  # a copy: some start later
+            tokens = np.asarray(self.prompt_tokens(prompt, max_tokens, &n_new, f"prompts[{i}]"))
             sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seeds[i], stop_tokens)
             requests.append((tokens, sampling))
         self.warn_depth(key[1])
@@ -68,14 +70,14 @@ class Batching:
 
 
 cdef list read_prompts(object prompts):
-    if isinstance(prompts, (str, bytes, bytearray, dict)) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, (str, bytes, bytearray, dict)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise TypeError(f"prompts must be a sequence of prompts, got {type(prompts).__name__}")
     return list(prompts)
 
 
 cdef list read_seeds(object seed, Py_ssize_t n):
     """The seed of every prompt."""
-    if seed is None or not hasattr(seed, "__len__") or isinstance(seed, (str, bytes)):
+    if seed is None or not hasattr(seed, "__len__") or isinstance(seed, (str, bytes)) or getattr(seed, "ndim", 1) == 0:
         return [seed] * n
     if len(seed) != n:
         raise ValueError(f"seed has {len(seed)} seeds for {n} prompts, expected one integer, or one for each prompt")

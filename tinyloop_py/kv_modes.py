@@ -28,11 +28,12 @@ def resolve_kv_mode(kv_mode: str | None, environ: Mapping[str, str] = os.environ
     TypeError, ValueError
         An unknown mode, a variable that is neither on nor off, or two modes at once.
     """
-    asked = [mode for mode, name in VARIABLES.items() if _is_on(name, environ)]
     if kv_mode is not None:
         if not isinstance(kv_mode, str):
             raise TypeError(f"kv_mode must be a str or None, got {type(kv_mode).__name__}")
         asked = [kv_mode]
+    else:
+        asked = [mode for mode, name in VARIABLES.items() if _is_on(name, environ)]
     if len(asked) > 1:
         names = " and ".join(VARIABLES[mode] for mode in asked)
         raise ValueError(f"{names} are on, and a model has one KV mode; turn all but one off")

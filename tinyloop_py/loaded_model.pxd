@@ -2,6 +2,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from .engine cimport Engine
 from .generation cimport Generation
+from .plan cimport Plan
 from .pool_client cimport PoolClient
 from .sampling cimport Sampling
 
@@ -26,6 +27,7 @@ cdef class LoadedModel(PoolClient):
     cdef readonly int64_t nbytes
 
     cdef const int32_t[::1] prompt_tokens(self, object prompt, object max_tokens, int *n_new, str name=*)
+    cdef Plan opened(self)
     cdef int warn_depth(self, int loops) except -1
     cdef Sampling read_sampling(
         self, object temperature, object top_k, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed,

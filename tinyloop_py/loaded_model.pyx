@@ -14,7 +14,7 @@ from .plan cimport Plan
 from .pool cimport PrefixPool
 from .pool_client cimport PoolClient
 from .sampling cimport Sampling
-from .tokens cimport as_tokens, c_check_vocab
+from .tokens cimport c_check_vocab, own_tokens
 
 from .devices import open_context
 from .fingerprint import fingerprint
@@ -29,8 +29,13 @@ cdef int MAX_OUT = 64    # of them, rows that may reach the head
 cdef class LoadedModel(PoolClient):
     """Base class of Model: weights, KV store and engine, arguments, and the start of a generation."""
 
-    def __init__(self, path, max_seq_len=2048, *, device="auto", kv_mode=None, threads=None, kv_budget=None):
+    def __cinit__(self, *args, **kwargs):
         self.closed = True  # until everything is there
+        self._pid = getpid()
+
+    def __init__(self, path, max_seq_len=2048, *, device="auto", kv_mode=None, threads=None, kv_budget=None):
+        if self._engine is not None:
+            raise RuntimeError("this tinyloop.Model has loaded its file; make another Model for another one")
         self.max_seq_len = int_argument(max_seq_len, "max_seq_len", 1, 1 << 24)
         self.kv_mode = resolve_kv_mode(kv_mode)
         if threads is not None:
@@ -40,7 +45,6 @@ cdef class LoadedModel(PoolClient):
         self.path = os.fspath(path)
         self._pools = weakref.WeakSet()
         self._handles = weakref.WeakSet()
-        self._pid = getpid()
         with open_model_file(path) as file:
             PoolClient.__init__(self, file.config.default_loops, file.config.max_loops)
             self.config = file.config
@@ -88,6 +92,21 @@ cdef class LoadedModel(PoolClient):
             handle.close()
         self._engine.close()
 
+    def __del__(self):
+        """A model that is dropped unclosed takes its entries out of every pool: nothing could match them again."""
+        if not self.closed and getpid() == self._pid:
+            for pool in list(self._pools):
+                (<PrefixPool>pool)._drop_model(self.model_key)
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a tinyloop.Model can't be copied or pickled; open its file again")
+
+    cdef Plan opened(self):
+        """The plan, for what may be asked of a closed model too."""
+        if self._engine is None:
+            raise RuntimeError("this tinyloop.Model has no model: opening its file failed")
+        return self._engine.plan
+
     cdef int check_open(self, str method) except -1:
         if self.closed:
             raise RuntimeError(f"tinyloop.Model is closed; cannot call {method}")
@@ -98,27 +117,27 @@ cdef class LoadedModel(PoolClient):
     @property
     def kv_nbytes(self):
         """Bytes of KV pages in use: by calls, pools, caches and handles."""
-        return self._engine.plan.store.used_nbytes
+        return self.opened().store.used_nbytes
 
     @property
     def kv_budget(self):
         """Bytes of KV pages that may be in use at a time, or None."""
-        return self._engine.plan.store.budget
+        return self.opened().store.budget
 
     @property
     def kv_clamped(self):
         """K and V values clamped to float16's range so far; not 0 means that bf16 would serve this model better."""
-        return self._engine.plan.n_clamped
+        return self.opened().n_clamped
 
     @property
     def threads(self):
         """CPU threads that compute."""
-        return self._engine.plan.context.n_threads
+        return self.opened().context.n_threads
 
     @property
     def numerics_id(self):
         """What names the bits of this model's results: code path or GPU, numerics version, chunk sizes."""
-        return self._engine.plan.context.numerics_id
+        return self.opened().context.numerics_id
 
     @property
     def tokenizer(self):
@@ -142,8 +161,11 @@ cdef class LoadedModel(PoolClient):
     # ---- arguments
 
     cdef const int32_t[::1] prompt_tokens(self, object prompt, object max_tokens, int *n_new, str name="prompt"):
-        """The checked prompt of a call that draws up to `max_tokens`; `name` is what an error calls it."""
-        cdef const int32_t[::1] tokens = as_tokens(prompt, name)
+        """The checked prompt of a call that draws up to `max_tokens`; `name` is what an error calls it.
+
+        A copy, as the caller's buffer may change while the call runs.
+        """
+        cdef const int32_t[::1] tokens = own_tokens(prompt, name)
         cdef Py_ssize_t bad
         n_new[0] = int_argument(max_tokens, "max_tokens", 0, INT32_MAX)
         if tokens.shape[0] == 0:
@@ -173,8 +195,7 @@ cdef class LoadedModel(PoolClient):
         object stop_tokens,
     ):
         return Sampling(
-            temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, self._stop_tokens if stop_tokens is None else stop_tokens,
-            self.config.vocab_size,
+            temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens, self.config.vocab_size, self._stop_tokens
         )
 
     cdef Generation open_generation(
@@ -187,7 +208,6 @@ cdef class LoadedModel(PoolClient):
         check_pool(pool)
         cdef Sampling sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens)
         self.warn_depth(key[1])
-        # Last, as nothing may run between the check of a caller's buffer and its copy.
         cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
         return Generation(self._engine, tokens, n_new, key, sampling, pool)
 

@@ -17,6 +17,7 @@ cdef int64_t OS_PAGE = os.sysconf("SC_PAGE_SIZE")
 cdef int64_t COMMIT_STEP = 1 << 24  # a range grows by whole steps, so that the kernel is asked rarely
 cdef int64_t HUGE_PAGE = 1 << 21
 cdef int64_t ARENA_CHUNK = 1 << 25
+cdef int64_t SMALLEST_RANGE = 16 << 20
 
 
 def free_host_memory() -> int | None:
@@ -114,6 +115,9 @@ cdef class HostRange(AddressRange):
     def __cinit__(self, int64_t nbytes):
         self.nbytes = (nbytes + OS_PAGE - 1) // OS_PAGE * OS_PAGE
         cdef void *p = mmap(NULL, self.nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        while p == MAP_FAILED and self.nbytes >= SMALLEST_RANGE:  # a limit on address space (ulimit -v): take part of what it leaves
+            self.nbytes = self.nbytes // 4 // OS_PAGE * OS_PAGE
+            p = mmap(NULL, self.nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         if p == MAP_FAILED:
             raise host_out_of_memory("the address space for KV pages", self.nbytes)
         self.pointer = <uintptr_t>p

@@ -7,7 +7,7 @@ from .loaded_model cimport LoadedModel
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
 from .sequence cimport KvPrefix
-from .tokens cimport as_tokens, c_check_vocab
+from .tokens cimport c_check_vocab, own_tokens
 
 from .errors import OutOfMemoryError
 
@@ -87,7 +87,7 @@ class Pooling:
         if not isinstance(pool, PrefixPool):
             raise TypeError(f"pool must be a PrefixPool or None, got {type(pool).__name__}")
         try:
-            view = as_tokens(tokens, "tokens")
+            view = own_tokens(tokens, "tokens")
             key = self.pool_key("register_prefix", loops, cache_window, namespace)
         except ValueError:
             return 0

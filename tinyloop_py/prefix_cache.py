@@ -23,19 +23,14 @@ class PrefixCache:
 
     A context manager. Calls share its pages, so it costs a call no copy, and closing it while one runs is safe: pages go when
     their last holder lets go. It serves the model that built it, until that is closed.
-
-    Attributes
-    ----------
-    tokens : int32 array (n_tokens,), read-only
-    loops, cache_window : int
     """
 
     def __init__(self, model: LoadedModel, prefix: KvPrefix, tokens: npt.NDArray[np.int32]) -> None:
         self._model = model
         self._prefix: KvPrefix | None = prefix
-        self.tokens = tokens
-        self.loops = prefix.loops
-        self.cache_window = prefix.window
+        self._tokens = tokens
+        self._loops = prefix.loops
+        self._cache_window = prefix.window
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,6 +59,21 @@ class PrefixCache:
         """
         prefix = self._open_for(self._model)
         save_prefixes(self._model, path, "prefix cache", [(self.tokens, prefix)], [{}], {})
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Its token ids, int32 (n_tokens,), read-only."""
+        return self._tokens
+
+    @property
+    def loops(self) -> int:
+        """The depth that it was run at, and serves."""
+        return self._loops
+
+    @property
+    def cache_window(self) -> int:
+        """The window that it was run with, and serves; 0 for none."""
+        return self._cache_window
 
     @property
     def closed(self) -> bool:

@@ -13,6 +13,8 @@ import numpy as np
 
 from .config import ModelConfig
 
+BLOCK = 4096  # positions whose angles are computed at a time
+
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     """Angle per position of every rotated pair, float64 (rotary_dim / 2,)."""
@@ -54,5 +56,10 @@ def _yarn(freq: np.ndarray, dim: int, theta: float, s: dict[str, Any]) -> np.nda
 def rope_tables(config: ModelConfig, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine, float32 (n_positions, rotary_dim / 2) each; yarn's attention factor is in both."""
     factor = config.rope_scaling["attention_factor"] if config.rope_scaling and config.rope_scaling["type"] == "yarn" else 1.0
-    angle = np.arange(n_positions, dtype=np.float64)[:, None] * inverse_frequencies(config)
-    return (np.cos(angle) * factor).astype(np.float32), (np.sin(angle) * factor).astype(np.float32)
+    frequencies = inverse_frequencies(config)
+    cos, sin = (np.empty((n_positions, len(frequencies)), np.float32) for _ in range(2))
+    for first in range(0, n_positions, BLOCK):  # float64 of a block at a time
+        angle = np.arange(first, min(first + BLOCK, n_positions), dtype=np.float64)[:, None] * frequencies
+        cos[first : first + BLOCK] = np.cos(angle) * factor
+        sin[first : first + BLOCK] = np.sin(angle) * factor
+    return cos, sin

@@ -32,7 +32,11 @@ cdef double _float(object value, str name) except? -1.0:
     """A real, finite argument."""
     if isinstance(value, (bool, str, bytes)) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{name} is {type(value).__name__}, expected a number")
-    cdef double number = float(value)
+    cdef double number
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is an integer beyond floating point, expected a finite number") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}, expected a finite number")
     return number
@@ -66,7 +70,7 @@ cdef class Sampling:
     seed
         0 to 2**64 - 1; None takes a fresh one. A draw depends on (seed, position, token id) alone.
     stop_tokens
-        Ids that end the output, the stop token included in it.
+        Ids that end the output, the stop token included in it; None takes `own_stops`, the model's.
 
     Raises
     ------
@@ -76,6 +80,7 @@ cdef class Sampling:
 
     def __init__(
         self, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens, int vocab_size,
+        frozenset own_stops=frozenset(),
     ):
         cdef double t = _float(temperature, "temperature")
         if t < 0.0:
@@ -83,8 +88,8 @@ cdef class Sampling:
         self.c.size = sizeof(tl_sampling)
         self.c.temperature = t if t < LARGE else LARGE
         self.c.top_k = _int(top_k, "top_k", 0, 2**31 - 1)
-        self.c.top_p = 1.0 if top_p == 1.0 else max(_fraction(top_p, "top_p", False), SMALL)
-        self.c.min_p = 0.0 if min_p == 0.0 else _fraction(min_p, "min_p", True)
+        self.c.top_p = 1.0 if type(top_p) is float and top_p == 1.0 else max(_fraction(top_p, "top_p", False), SMALL)
+        self.c.min_p = 0.0 if type(min_p) is float and min_p == 0.0 else _fraction(min_p, "min_p", True)
         cdef double penalty = _float(repetition_penalty, "repetition_penalty")
         if penalty <= 0.0:
             raise ValueError(f"repetition_penalty is {penalty:g}, expected more than 0 (1 is off)")
@@ -96,8 +101,8 @@ cdef class Sampling:
         self.c.n_bias = 0
         if logit_bias is not None:
             self._set_bias(logit_bias, vocab_size)
-        if isinstance(stop_tokens, frozenset):  # the model's own
-            self.stop_tokens = stop_tokens
+        if stop_tokens is None:
+            self.stop_tokens = own_stops
         else:
             self.stop_tokens = frozenset(_int(t, "stop_tokens", 0, vocab_size - 1) for t in self._iterate(stop_tokens))
 
@@ -127,7 +132,9 @@ cdef class Sampling:
             items = sorted((_int(k, "a logit_bias id", 0, vocab_size - 1), v) for k, v in bias.items())
         except AttributeError:
             raise TypeError(f"logit_bias is {type(bias).__name__}, expected a mapping of token id to value") from None
-        values = [-math.inf if isinstance(v, float) and v == -math.inf else _float(v, "a logit_bias value") for _, v in items]
+        if any(items[i][0] == items[i - 1][0] for i in range(1, len(items))):
+            raise ValueError("logit_bias names a token id twice")
+        values = [-math.inf if isinstance(v, (float, np.floating)) and v == -math.inf else _float(v, "a logit_bias value") for _, v in items]
         if not items:
             return 0
         self._bias_ids = np.array([k for k, _ in items], np.int32)

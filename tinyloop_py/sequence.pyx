@@ -11,7 +11,10 @@ from libc.string cimport memcpy, memset
 
 from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
 
+from .errors import OutOfMemoryError
+
 cdef int PAGE = TL_PAGE_POSITIONS
+cdef int64_t MAX_TABLE = 1 << 27  # entries of a page table: 512 MiB
 
 
 cdef inline int part_of(int stage) noexcept:
@@ -132,10 +135,14 @@ cdef class Sequence:
         self.spans = []
         for part in range(3):
             self.part_window[part] = part_windows[part]
-        self.table = <int32_t *>malloc(self.n_stages * stride * sizeof(int32_t))
+        if <int64_t>loops * stride > MAX_TABLE:
+            raise OutOfMemoryError(
+                f"out of memory: the page table of {loops} loops over {stride} pages each is too large; take fewer loops or a smaller max_seq_len"
+            )
+        self.table = <int32_t *>malloc(<size_t>self.n_stages * stride * sizeof(int32_t))
         if self.table == NULL:
             raise MemoryError
-        memset(self.table, 0xff, self.n_stages * stride * sizeof(int32_t))
+        memset(self.table, 0xff, <size_t>self.n_stages * stride * sizeof(int32_t))
 
     def __dealloc__(self):
         self.release()

@@ -3,7 +3,7 @@
 from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.number cimport PyIndex_Check, PyNumber_Index
 from libc.stdint cimport INT32_MAX, INT32_MIN, int32_t, uint32_t
-from libc.string cimport memcmp
+from libc.string cimport memcmp, memcpy
 
 import numpy as np
 
@@ -44,6 +44,15 @@ cpdef const int32_t[::1] as_tokens(object obj, str name="tokens"):
     return view
 
 
+cdef const int32_t[::1] own_tokens(object obj, str name):
+    """`as_tokens` as a copy, which no one else can change while a call runs on it."""
+    cdef const int32_t[::1] view = as_tokens(obj, name)
+    cdef int32_t[::1] own = np.empty(view.shape[0], np.int32)
+    if view.shape[0] > 0:
+        memcpy(&own[0], &view[0], view.shape[0] * sizeof(int32_t))
+    return own
+
+
 cdef object _converted(object obj, str name):
     """A new int32 array with the ids of `obj`, which isn't a contiguous int32 buffer."""
     if isinstance(obj, (str, bytes, bytearray)):
@@ -78,12 +87,15 @@ cdef object _from_array(object array, str name):
 
 
 cdef object _from_integers(object items, str name):
-    cdef Py_ssize_t i, n = len(items)
+    cdef Py_ssize_t i, n
     cdef int overflow = 0
     cdef long long value
+    if isinstance(items, range) and abs(items.stop - items.start) // abs(items.step) > INT32_MAX:  # more than could be listed
+        raise ValueError(f"{name} has more tokens than any model takes")
+    items = tuple(items)  # an item's __index__ may change a list, and a subclass may misstate its length
+    n = len(items)
     out = np.empty(n, dtype=np.int32)
     cdef int32_t[::1] ids = out
-    items = tuple(items)  # an item's __index__ may change a list
     for i in range(n):
         item = items[i]
         if type(item) is not int:
