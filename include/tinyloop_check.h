@@ -117,7 +117,8 @@ inline const char *check_batch(const tl_plan_desc &d, const tl_batch &b) {
   if (!head_only && (!b.token || !b.pos || !b.seq || !b.page_table)) return "tl_batch lacks its rows";
   if ((b.sections & TL_RUN_CORE) && (b.loop_begin < 0 || b.loop_end < b.loop_begin)) return "tl_batch.loop_begin and loop_end are not a range";
   if (b.n_out && !head_only && !b.out_row) return "tl_batch lacks out_row";
-  if (b.sampling && (!b.sampled || !(b.sections & TL_RUN_HEAD))) return "tl_batch.sampling needs sampled and the head";
+  if (b.sampling && ((!b.sampled && !b.decode) || !(b.sections & TL_RUN_HEAD))) return "tl_batch.sampling needs sampled and the head";
+  if (b.decode && (!b.sampling || b.n_out != b.n_rows)) return "tl_batch.decode needs sampling, and a head for every row";
   return nullptr;
 }
 

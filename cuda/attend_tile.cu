@@ -1,0 +1,224 @@
+// Attention for many rows: a CTA takes 64 queries of one KV head (rows, and within a row the heads that share it) through
+// all their key chunks, four warps of 16 queries on the same keys, which arrive one chunk ahead. The group's O stays in
+// registers, the total over groups in shared memory. Accumulation and merging in float32, by the functions of attend.cuh.
+#include "attend.cuh"
+
+namespace tl {
+namespace {
+
+constexpr int kTileWarps = 4;
+constexpr int kTileThreads = 32 * kTileWarps;
+constexpr int kQueriesOfCta = kTileWarps * kTileQueries;
+
+struct Query {
+  int row, head, seq;
+  Keys keys;  // empty where the query does not exist or does nothing
+};
+
+TL_DEVICE Query query_of(const AttendArgs &a, int tile, int kv_head, int i) {
+  const Rows &r = a.place.rows;
+  const int group = a.place.n_heads / a.place.n_kv_heads, flat = tile * kQueriesOfCta + i;
+  const bool exists = flat / group < r.n_rows;
+  const int pos = exists ? r.pos[flat / group] : -1;
+  return {exists ? flat / group : -1, kv_head * group + flat % group, exists ? r.seq[flat / group] : -1, pos < 0 ? Keys{0, 0} : keys_of(pos, a.window)};
+}
+
+// The queries begin .. end - 1 of a CTA: those of one sequence that follow each other, and the keys that any of them reads.
+struct Run {
+  int seq, begin, end;
+  Keys keys;
+};
+
+TL_DEVICE Run run_from(const AttendArgs &a, int tile, int kv_head, int begin) {
+  Run run{query_of(a, tile, kv_head, begin).seq, begin, begin, {0, 0}};
+  for (; run.end < kQueriesOfCta; run.end++) {
+    const Query q = query_of(a, tile, kv_head, run.end);
+    if (q.seq != run.seq) break;
+    if (q.keys.end && (!run.keys.end || q.keys.first < run.keys.first)) run.keys.first = q.keys.first;
+    run.keys.end = max(run.keys.end, q.keys.end);
+  }
+  return run;
+}
+
+// State of this lane's two queries over the current group of chunks, and (m, l) of the groups before it.
+template <int kDims>
+struct State {
+  float o[kDims / 16][2][4];
+  float m[2], l[2], total_m[2], total_l[2];
+};
+
+template <int kDims>
+TL_DEVICE void empty_group(State<kDims> &s) {
+#pragma unroll
+  for (int i = 0; i < kDims / 16 * 8; i++) s.o[i / 8][i % 8 / 4][i % 4] = 0.0f;
+#pragma unroll
+  for (int h = 0; h < 2; h++) s.m[h] = kMasked, s.l[h] = 0.0f;
+}
+
+// One chunk of K and V in shared memory, for the warp's queries that see any of it.
+template <class Kv, int kDims>
+TL_DEVICE void attend_chunk(const AttendArgs &a, State<kDims> &state, const Keys (&keys)[2], const uint16_t *q_tile, const uint16_t *k,
+                            const uint16_t *v, int chunk) {
+  const int head_pad = a.place.kv.head_pad, page_elements = TL_PAGE_POSITIONS * head_pad, first = chunk * TL_KEY_CHUNK;
+  bool alive[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) alive[h] = keys[h].first < first + TL_KEY_CHUNK && keys[h].end > first;
+  if (!__any_sync(0xffffffffu, alive[0] || alive[1])) return;
+  float s[kPagesOfChunk][2][4];
+  score_pages<Kv>(s, q_tile, k, page_elements, head_pad / 16);
+  float m[2] = {kMasked, kMasked};
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++) {
+    const int page = first + j * TL_PAGE_POSITIONS;
+    const int lo[2] = {keys[0].first - page, keys[1].first - page}, hi[2] = {keys[0].end - page, keys[1].end - page};
+    mask_page(s[j], a.scale, lo, hi);
+#pragma unroll
+    for (int h = 0; h < 2; h++) m[h] = fmaxf(m[h], page_maximum(s[j], h));
+  }
+  uint32_t p[kPagesOfChunk][4];
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++) soften_page<Kv>(p[j], s[j], m);
+  MergeFactors f[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float l = sum_of_p<Kv>(p, h);
+    f[h] = merge_factors(state.m[h], m[h]);
+    if (!alive[h]) continue;
+    state.l[h] = merge_value(state.l[h], l, f[h]);
+    state.m[h] = fmaxf(state.m[h], m[h]);
+  }
+#pragma unroll
+  for (int b = 0; b < kDims / 16; b++) {
+    if (b * 16 >= head_pad) break;
+    float o[2][4];
+    weigh_block<Kv>(o, p, v + b * 256, page_elements);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      float &sum = state.o[b][i / 4][i % 4];
+      const float merged = merge_value(sum, o[i / 4][i % 4], f[i % 4 / 2]);
+      sum = alive[i % 4 / 2] ? merged : sum;
+    }
+  }
+}
+
+// Merges the group into the total and empties it. The total's O: value i of a thread at total[i * kTileThreads].
+template <int kDims>
+TL_DEVICE void close_group(State<kDims> &s, float *total) {
+  MergeFactors f[2];
+  bool any[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    any[h] = s.m[h] != kMasked;
+    f[h] = merge_factors(s.total_m[h], s.m[h]);
+    if (!any[h]) continue;
+    s.total_l[h] = merge_value(s.total_l[h], s.l[h], f[h]);
+    s.total_m[h] = fmaxf(s.total_m[h], s.m[h]);
+  }
+#pragma unroll
+  for (int i = 0; i < kDims / 16 * 8; i++) {
+    float &sum = total[i * kTileThreads];
+    if (any[i % 4 / 2]) sum = merge_value(sum, s.o[i / 8][i % 8 / 4][i % 4], f[i % 4 / 2]);
+  }
+  empty_group(s);
+}
+
+template <int kDims>
+TL_DEVICE void store_output(const AttendArgs &a, const State<kDims> &s, const float *total, const Query (&mine)[2], const bool (&in_run)[2]) {
+  const int head_dim = a.place.head_dim;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    if (!in_run[h] || mine[h].row < 0) continue;
+    const float inverse = s.total_l[h] != 0.0f ? 1.0f / s.total_l[h] : 0.0f;
+#pragma unroll
+    for (int b = 0; b < kDims / 16; b++)
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        const int d = b * 16 + t * 8 + lane_id() % 4 * 2, i = b * 8 + t * 4 + 2 * h;
+        if (d < head_dim)
+          store_operand_pair(a.out, mine[h].row, mine[h].head * head_dim + d, total[i * kTileThreads] * inverse, total[(i + 1) * kTileThreads] * inverse);
+      }
+    if (mine[h].head == a.place.n_heads - 1 && lane_id() % 4 == 0)
+      for (int k = a.place.n_heads * head_dim; k < a.out.n_in; k++) store_operand(a.out, mine[h].row, k, 0.0f);
+  }
+}
+
+template <class Kv, int kDims>
+__global__ void __launch_bounds__(kTileThreads) attend_tile(const AttendArgs a) {
+  const int head_pad = a.place.kv.head_pad, tile = gridDim.x - 1 - blockIdx.x, kv_head = blockIdx.y;  // later rows read more keys: they go first
+  const int chunk_bytes = TL_KEY_CHUNK * head_pad * 2, lane = lane_id(), warp = warp_id();
+  uint8_t *shared = shared_memory<uint8_t>(), *kv = shared + kQueriesOfCta * head_pad * 2;
+  float *total = (float *)(kv + 4 * chunk_bytes) + threadIdx.x;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+
+  for (int i = threadIdx.x; i < kQueriesOfCta * head_pad / 8; i += kTileThreads) {
+    const int at = i / (head_pad / 8), dim = i % (head_pad / 8) * 8;
+    const Query q = query_of(a, tile, kv_head, at);
+    const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)q.row * a.place.n_heads + q.head) * head_pad + dim;
+    uint16_t *to = (uint16_t *)shared + at / kTileQueries * kTileQueries * head_pad + k_index(at % kTileQueries, dim);
+    *(uint4 *)to = q.row < 0 ? make_uint4(0, 0, 0, 0) : load_fresh((const uint4 *)from);
+  }
+  const Query mine[2] = {query_of(a, tile, kv_head, warp * kTileQueries + lane / 4), query_of(a, tile, kv_head, warp * kTileQueries + lane / 4 + 8)};
+  const uint16_t *q_tile = (const uint16_t *)shared + warp * kTileQueries * head_pad;
+
+  for (int begin = 0; begin < kQueriesOfCta;) {
+    const Run run = run_from(a, tile, kv_head, begin);
+    begin = run.end;
+    if (run.seq < 0) continue;
+    const int32_t *table = a.place.rows.page_table[run.seq] + (int64_t)a.place.rows.stage * a.place.rows.table_stride;
+    const int first_chunk = run.keys.first / TL_KEY_CHUNK, end_chunk = (run.keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK;
+    bool in_run[2];
+    Keys keys[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int i = warp * kTileQueries + lane / 4 + 8 * h;
+      in_run[h] = i >= run.begin && i < run.end;
+      keys[h] = in_run[h] ? mine[h].keys : Keys{0, 0};
+    }
+    State<kDims> state;
+    empty_group(state);
+#pragma unroll
+    for (int h = 0; h < 2; h++) state.total_m[h] = kMasked, state.total_l[h] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kDims / 16 * 8; i++) total[i * kTileThreads] = 0.0f;
+    const auto request = [&](int chunk) {
+      uint8_t *to = kv + chunk % 2 * 2 * chunk_bytes;
+      if (chunk >= end_chunk) return commit_copies();
+      copy_chunk(to, a, table, chunk, run.keys, kv_head, false, threadIdx.x, kTileThreads);
+      copy_chunk(to + chunk_bytes, a, table, chunk, run.keys, kv_head, true, threadIdx.x, kTileThreads);
+    };
+    request(first_chunk);
+    for (int chunk = first_chunk; chunk < end_chunk; chunk++) {
+      request(chunk + 1);
+      if (chunk + 1 < end_chunk)
+        wait_copies<2>();
+      else
+        wait_copies<0>();
+      __syncthreads();
+      const uint16_t *k = (const uint16_t *)(kv + chunk % 2 * 2 * chunk_bytes);
+      attend_chunk<Kv>(a, state, keys, q_tile, k, k + chunk_bytes / 2, chunk);
+      if ((chunk + 1) % TL_CHUNK_GROUP == 0 || chunk + 1 == end_chunk) close_group(state, total);
+      __syncthreads();
+    }
+    store_output(a, state, total, mine, in_run);
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+void launch_attend_tile(const Launcher &launcher, const AttendArgs &args) {
+  const int group = args.place.n_heads / args.place.n_kv_heads, head_pad = args.place.kv.head_pad;
+  const int n_tiles = (args.place.rows.n_rows * group + kQueriesOfCta - 1) / kQueriesOfCta;
+  const int dims = head_pad <= 64 ? 64 : head_pad <= 128 ? 128 : 256;
+  const int nbytes = kQueriesOfCta * head_pad * 2 + 4 * TL_KEY_CHUNK * head_pad * 2 + dims / 16 * 8 * kTileThreads * 4;
+  const Shape shape{dim3(n_tiles, args.place.n_kv_heads), kTileThreads, nbytes, 1};
+  const bool bf16 = args.place.kv.dtype == TL_BF16;
+  switch (dims) {
+    case 64: return bf16 ? launcher.launch(attend_tile<Bf16, 64>, shape, args) : launcher.launch(attend_tile<F16, 64>, shape, args);
+    case 128: return bf16 ? launcher.launch(attend_tile<Bf16, 128>, shape, args) : launcher.launch(attend_tile<F16, 128>, shape, args);
+    default: return bf16 ? launcher.launch(attend_tile<Bf16, 256>, shape, args) : launcher.launch(attend_tile<F16, 256>, shape, args);
+  }
+}
+
+}  // namespace tl

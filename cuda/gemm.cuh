@@ -1,0 +1,20 @@
+// y = W a for any number of batch rows whose operand lies in tiles. See gemm.cu; float32 weights: gemm_f32.cu.
+#pragma once
+
+#include "epilogue.cuh"
+#include "launch.h"
+
+namespace tl {
+
+struct GemmArgs {
+  Matrix weight;
+  const float *bias;  // (n_out,) or NULL
+  int32_t n_rows;
+  Operand source;     // tiles; plain float32 rows for float32 weights
+  Epilogue epilogue;
+};
+
+void launch_gemm(const Launcher &launcher, const GemmArgs &args);
+void launch_gemm_f32(const Launcher &launcher, const GemmArgs &args);
+
+}  // namespace tl
