@@ -9,6 +9,7 @@
 #include "gemv.cuh"
 #include "host.h"
 #include "pack.cuh"
+#include "page.cuh"
 #include "plan.h"
 #include "rows.cuh"
 #include "sample.cuh"
@@ -78,6 +79,32 @@ void matmul(tl_context &c, const tl_matmul_args &a, cudaStream_t stream) {
   if (!(condition)) return fail(TL_ERR_INVALID, text)
 #define TL_CHECK(call) \
   if (const char *tl_what = (call)) return fail(TL_ERR_INVALID, tl_what)
+
+namespace {
+
+tl_status convert_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, bool imports, void *stream) {
+  return guarded([&]() -> tl_status {
+    TL_REQUIRE(plan && keys && values && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
+    const tl_plan_desc &d = plan->desc;
+    TL_REQUIRE(d.n_layers[part], "the part has no layers");
+    const uint64_t nbytes = tl::page_nbytes(d, part);
+    tl::PageArgs a = {};
+    a.kv = tl::KvLayer{(uint8_t *)d.kv_base[part], nbytes, 0, d.kv_dtype, plan->head_pad};
+    a.layer_nbytes = nbytes / d.n_layers[part];
+    a.page = page;
+    a.n_layers = d.n_layers[part];
+    a.n_kv_heads = d.n_kv_heads;
+    a.head_dim = d.head_dim;
+    a.keys = keys;
+    a.values = values;
+    a.imports = imports;
+    tl::use_device(plan->context);
+    tl::launch_convert_page({plan->context, (cudaStream_t)stream}, a);
+    return TL_OK;
+  });
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -175,6 +202,14 @@ tl_status tl_plan_n_clamped(const tl_plan *plan, uint64_t *n_clamped) {
     if (plan->memory) tl::read_back(plan->context, n_clamped, plan->memory + plan->scratch.n_clamped, sizeof *n_clamped);
     return TL_OK;
   });
+}
+
+tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, void *stream) {
+  return convert_page(plan, part, page, keys, values, false, stream);
+}
+
+tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *stream) {
+  return convert_page(plan, part, page, (void *)keys, (void *)values, true, stream);
 }
 
 tl_status tl_op_matmul(tl_context *context, const tl_matmul_args *args, void *stream) {
