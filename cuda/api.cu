@@ -54,23 +54,23 @@ void matmul(tl_context &c, const tl_matmul_args &a, cudaStream_t stream) {
   rows.program.dim = weight.n_in;
   rows.program.n_ops = 1;
   rows.program.op[0] = RowOp{kRowLoad, weight.n_in, a.a, 0.0f, 0};
-  int round_panels;
   const bool is_f32 = weight.dtype == TL_F32;
-  const bool few = !is_f32 && a.n_rows <= kGemvRows && gemv_shared_nbytes(a.weight, a.n_rows, a.n_rows == 1, 1, &round_panels) <= c.max_shared_nbytes;
-  if (few && a.n_rows == 1) {
-    GemvArgs g = {weight, a.bias, 1, 1, 0, {}, rows.program, to_y};
-    return launch_gemv(launcher, g);
-  }
+  GemvArgs g = {weight, a.bias, a.n_rows, 1, 0, {}, {}, to_y};
+  if (a.n_rows == 1) g.program = rows.program;
+  int round_panels;
+  const bool few = !is_f32 && a.n_rows <= kGemvRows && gemv_shared_nbytes(c, g, &round_panels) <= c.max_shared_nbytes;
+  if (few && a.n_rows == 1) return launch_gemv(launcher, g);
   const int n_rows = round_up(a.n_rows, kRowTile);
   TemporaryMemory memory((uint64_t)n_rows * round_up(weight.n_in, 64) * 4, stream);
   rows.operand = Operand{memory.data, operand_dtype(weight.dtype), few || is_f32 ? kOperandRows : kOperandTiles, pad16(weight.n_in), n_rows / 8};
   launch_rows(launcher, a.n_rows, rows);
   if (few) {
-    GemvArgs g = {weight, a.bias, a.n_rows, 1, 0, rows.operand, {}, to_y};
+    g.program = {};
+    g.source = rows.operand;
     return launch_gemv(launcher, g);
   }
-  const GemmArgs g{weight, a.bias, a.n_rows, rows.operand, to_y};
-  return is_f32 ? launch_gemm_f32(launcher, g) : launch_gemm(launcher, g);
+  const GemmArgs many{weight, a.bias, a.n_rows, rows.operand, to_y};
+  return is_f32 ? launch_gemm_f32(launcher, many) : launch_gemm(launcher, many);
 }
 
 }  // namespace
@@ -126,7 +126,7 @@ tl_status tl_context_get_info(const tl_context *context, tl_context_info *info) 
   info->n_multiprocessors = context->n_multiprocessors;
   snprintf(info->name, sizeof info->name, "%s", context->name);
   snprintf(info->numerics_id, sizeof info->numerics_id, "cuda-sm%d%d-%s-v%d-k%d-c%dx%d", context->major, context->minor,
-           context->hopper ? "sm90" : "sm80", kNumericsVersion, TL_K_CHUNK, TL_KEY_CHUNK, TL_CHUNK_GROUP);
+           context->code == tl::kCodeSm80 ? "sm80" : "sm90", kNumericsVersion, TL_K_CHUNK, TL_KEY_CHUNK, TL_CHUNK_GROUP);
   return TL_OK;
 }
 

@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kThreads) attend_split(const AttendArgs a) {
 void launch_attend_split(const Launcher &launcher, const AttendArgs &args) {
   const int n_units = (args.rows_of_tile > 1 ? (args.place.rows.n_rows + args.rows_of_tile - 1) / args.rows_of_tile
                                              : args.place.rows.n_rows * tiles_of_row(args)) * args.place.n_kv_heads;
-  int cluster = launcher.context.hopper ? 8 : 1;
+  int cluster = launcher.context.code >= kCodeSm90 ? 8 : 1;
   while (cluster > 1 && n_units * cluster > 2 * launcher.context.n_multiprocessors) cluster /= 2;
   Shared s;
   const int nbytes = lay_out(s, nullptr, args.place.kv.head_pad, tile_queries(args), cluster, 0);

@@ -145,6 +145,7 @@ void launch_with(const Launcher &launcher, const GemmArgs &args) {
 }  // namespace
 
 void launch_gemm(const Launcher &launcher, const GemmArgs &args) {
+  if (launcher.context.code == kCodeSm90a && !args.weight.group_size) return launch_gemm_wgmma(launcher, args);
   switch (args.weight.dtype) {
     case TL_BF16: return launch_with<FloatWeights<Bf16>, false>(launcher, args);
     case TL_F16: return launch_with<FloatWeights<F16>, false>(launcher, args);

@@ -1,4 +1,4 @@
-// y = W a for any number of batch rows whose operand lies in tiles. See gemm.cu; float32 weights: gemm_f32.cu.
+// y = W a for any number of batch rows whose operand lies in tiles. See gemm.cu and gemm_wgmma.cu; float32 weights: gemm_f32.cu.
 #pragma once
 
 #include "epilogue.cuh"
@@ -15,6 +15,7 @@ struct GemmArgs {
 };
 
 void launch_gemm(const Launcher &launcher, const GemmArgs &args);
+void launch_gemm_wgmma(const Launcher &launcher, const GemmArgs &args);  // no groups of int8 columns
 void launch_gemm_f32(const Launcher &launcher, const GemmArgs &args);
 
 }  // namespace tl

@@ -14,58 +14,93 @@ namespace tl {
 namespace {
 
 constexpr int kSlotBytes = 4096;
-constexpr int kSlots = 3;  // of a warp's ring
-constexpr int kRingBytes = kWarps * kSlots * kSlotBytes;
 constexpr int kRoundBytes = 4096;  // of partial sums, where that holds a unit
+constexpr int kHopperSlots = 3, kOlderSlots = 2;  // of a warp's ring
+#if TL_HOPPER
+constexpr int kSlots = kHopperSlots;
+#else
+constexpr int kSlots = kOlderSlots;
+#endif
+constexpr int kRingBytes = kWarps * kSlots * kSlotBytes;
 
-// The chunks of a warp, in order, through its ring: part q of the warp is in slot q % kSlots.
+// Walks the chunks of a CTA's panels that fall to this warp: every kWarps-th, panel after panel.
+struct ChunkWalk {
+  int n_chunks, panel, chunk;
+  TL_DEVICE_MEMBER explicit ChunkWalk(int n) : n_chunks(n), panel(warp_id() / n), chunk(warp_id() % n) {}
+  TL_DEVICE_MEMBER void next() {
+    chunk += kWarps;
+    while (chunk >= n_chunks) chunk -= n_chunks, panel++;
+  }
+};
+
+// The chunks of a warp, in order, through its ring of kSlots slots. A chunk takes kParts of them, one after another.
 template <class W>
 struct ChunkStream {
-  static constexpr int kParts = TL_K_CHUNK / 16 * W::kBlockBytes / kSlotBytes;  // slots of one chunk
+  static constexpr int kParts = TL_K_CHUNK / 16 * W::kBlockBytes / kSlotBytes;
   const uint8_t *weights;  // the CTA's first panel
   int64_t panel_bytes;
-  int n_items, n_chunks;
+  int n_panels;
   uint8_t *ring;
   uint64_t *full;
+  ChunkWalk asked;               // what is requested next
+  int part = 0, to = 0;          // its part, and the slot it goes to
+  int from = 0, parity = 0;      // the slot that is read next, and its barrier's phase
 
-  // Bytes of part q; 0 past the end of a short last chunk, below 0 past the last item.
-  TL_DEVICE_MEMBER int find(int q, int64_t &offset) const {
-    const int item = warp_id() + kWarps * (q / kParts);
-    if (item >= n_items) return -1;
-    const int64_t in_panel = (int64_t)(item % n_chunks * kParts + q % kParts) * kSlotBytes, left = panel_bytes - in_panel;
-    offset = item / n_chunks * panel_bytes + in_panel;
-    return left >= kSlotBytes ? kSlotBytes : left > 0 ? (int)left : 0;
-  }
-
+  TL_DEVICE_MEMBER ChunkStream(const uint8_t *weights, int64_t panel_bytes, int n_panels, int n_chunks, uint8_t *ring, uint64_t *full)
+      : weights(weights), panel_bytes(panel_bytes), n_panels(n_panels), ring(ring), full(full), asked(n_chunks) {
 #if TL_HOPPER
-  TL_DEVICE_MEMBER void init() {
     if (lane_id() == 0)
       for (int s = 0; s < kSlots; s++) barrier_init(full + s, 1);
     barrier_init_done();
     __syncwarp();
+#endif
+    for (int s = 0; s < kSlots; s++) request();
   }
-  TL_DEVICE_MEMBER void request(int q) {
-    int64_t offset;
-    const int nbytes = find(q, offset);
-    if (lane_id() != 0 || nbytes < 0) return;
-    uint64_t *barrier = full + q % kSlots;
-    barrier_arrive_expecting(barrier, nbytes);
-    if (nbytes) copy_bulk(ring + q % kSlots * kSlotBytes, weights + offset, nbytes, barrier);
-  }
-  TL_DEVICE_MEMBER void wait(int q) { barrier_wait(full + q % kSlots, q / kSlots % 2); }
-#else
-  TL_DEVICE_MEMBER void init() {}
-  TL_DEVICE_MEMBER void request(int q) {
-    int64_t offset;
-    const int nbytes = find(q, offset);
-    for (int i = lane_id() * 16; i < nbytes; i += 512) copy16_async(ring + q % kSlots * kSlotBytes + i, weights + offset + i);
+
+  // Asks for the next part; past the end of a short last chunk it is empty.
+  TL_DEVICE_MEMBER void request() {
+    if (asked.panel < n_panels) {
+      const int64_t at = (int64_t)(asked.chunk * kParts + part) * kSlotBytes, left = panel_bytes - at;
+      copy(weights + asked.panel * panel_bytes + at, left >= kSlotBytes ? kSlotBytes : left > 0 ? (int)left : 0);
+    }
+#if !TL_HOPPER
     commit_copies();
+#endif
+    to = to + 1 < kSlots ? to + 1 : 0;
+    if (++part < kParts) return;
+    part = 0;
+    asked.next();
   }
-  TL_DEVICE_MEMBER void wait(int) {
-    wait_copies<kSlots - 1>();
-    __syncwarp();
+
+#if TL_HOPPER
+  TL_DEVICE_MEMBER void copy(const uint8_t *source, int nbytes) {
+    if (lane_id() != 0) return;
+    barrier_arrive_expecting(full + to, nbytes);
+    if (nbytes) copy_bulk(ring + to * kSlotBytes, source, nbytes, full + to);
+  }
+#else
+  TL_DEVICE_MEMBER void copy(const uint8_t *source, int nbytes) {
+    for (int i = lane_id() * 16; i < nbytes; i += 512) copy16_async(ring + to * kSlotBytes + i, source + i);
   }
 #endif
+
+  // The part that is read next, once it is there; `done` when the warp has read it.
+  TL_DEVICE_MEMBER const uint8_t *wait() {
+#if TL_HOPPER
+    barrier_wait(full + from, parity);
+#else
+    wait_copies<kSlots - 1>();
+    __syncwarp();
+#endif
+    return ring + from * kSlotBytes;
+  }
+  TL_DEVICE_MEMBER void done() {
+    __syncwarp();
+    request();
+    if (++from < kSlots) return;
+    from = 0;
+    parity ^= 1;
+  }
 };
 
 // Right operands of lane (group, t): columns 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of batch row `group`.
@@ -108,26 +143,31 @@ TL_DEVICE void add_scaled_blocks(float (&d)[4], const uint8_t *blocks, int n_blo
   }
 }
 
-// Lays out the operand rows in shared memory: `stride` bytes apart, so that a warp's loads meet every bank once.
+// What the CTA needs of earlier kernels, to shared memory: the operand rows, `stride` bytes apart so that a warp's loads
+// meet every bank once, and what its outputs are added to.
 template <class W>
-TL_DEVICE void fetch_operand(const GemvArgs &g, uint8_t *operand, int stride, float *row) {
+TL_DEVICE void fetch_rows(const GemvArgs &g, uint8_t *operand, int stride, float *addend, int first_output, int n_outputs, float *row,
+                          const EarlyWeights &early) {
+  if (g.epilogue.kind == kAddToRows)
+    for (int i = threadIdx.x * 4; i < g.n_rows * n_outputs; i += kThreads * 4)
+      copy16_async(addend + i, g.epilogue.addend + (int64_t)(i / n_outputs) * g.epilogue.stride + first_output + i % n_outputs);
   if (g.program.n_ops) {
-    run_row_program(g.program, 0, blockIdx.x == 0, row);
+    run_row_program(g.program, 0, blockIdx.x == 0, row, early);
     emit_operand(g.program, 0, row, [&](int column, float lo, float hi) {
       *(uint32_t *)(operand + operand_position(column) * 2) = W::Op::pack(lo, hi);
     });
-    return;
-  }
-  const int row_bytes = g.source.n_in * 2, n = g.n_rows * row_bytes / 16;
-  for (int i = threadIdx.x; i < n; i += kThreads) {
-    const int r = i * 16 / row_bytes, at = i * 16 % row_bytes;
-    *(uint4 *)(operand + r * stride + at) = load_fresh((const uint4 *)((const uint8_t *)g.source.data + (int64_t)r * row_bytes + at));
+  } else {
+    const int row_bytes = g.source.n_in * 2;
+    for (int r = 0; r < g.n_rows; r++)
+      for (int i = threadIdx.x * 16; i < row_bytes; i += kThreads * 16)
+        copy16_async(operand + r * stride + i, (const uint8_t *)g.source.data + (int64_t)r * row_bytes + i);
   }
 }
 
 // Outputs of panels first .. first + n - 1 of the CTA, from their chunks' sums: partial[(panel, chunk, row, 16)].
 template <class W>
-TL_DEVICE void finish_panels(const GemvArgs &g, const float *partial, int first_panel, int n_panels, int n_chunks) {
+TL_DEVICE void finish_panels(const GemvArgs &g, const float *partial, const float *addend, int first_panel, int n_panels, int n_chunks, int begin,
+                             int n_outputs) {
   const int rows = g.n_rows, per_unit = rows * kPanelRows;
   const bool scaled = W::kInt8 && !g.weight.group_size, gated = g.unit_panels == 2;
   const auto total = [&](int panel, int at) {
@@ -141,10 +181,13 @@ TL_DEVICE void finish_panels(const GemvArgs &g, const float *partial, int first_
   for (int i = threadIdx.x; i < n_panels / g.unit_panels * per_unit; i += kThreads) {
     const int panel = i / per_unit * g.unit_panels, at = i % per_unit;
     const int output = (first_panel + panel) * kPanelRows + at % kPanelRows;
+    const int row = at / kPanelRows;
     if (gated)
-      finish_gated(g.epilogue, at / kPanelRows, output, total(panel, at), total(panel + 1, at));
+      finish_gated(g.epilogue, row, output, total(panel, at), total(panel + 1, at));
+    else if (g.epilogue.kind == kAddToRows)
+      g.epilogue.out[(int64_t)row * g.epilogue.stride + output] = addend[row * n_outputs + output - begin] + total(panel, at);
     else
-      finish_output(g.epilogue, at / kPanelRows, output, total(panel, at));
+      finish_output(g.epilogue, row, output, total(panel, at));
   }
 }
 
@@ -152,51 +195,49 @@ TL_BOTH int operand_stride(int n_in) { return round_up(n_in * 2, 128) + 32; }
 
 template <class W>
 __global__ void __launch_bounds__(kThreads) gemv(const GemvArgs g) {
+  constexpr int kChunkBlocks = TL_K_CHUNK / 16, kSlotBlocks = kSlotBytes / W::kBlockBytes;
   uint8_t *shared = shared_memory<uint8_t>();
   const int k_pad = pad16(g.weight.n_in), n_chunks = (k_pad + TL_K_CHUNK - 1) / TL_K_CHUNK, stride = operand_stride(k_pad);
   const int n_units = g.weight.n_out / kPanelRows / g.unit_panels;
   const int first_panel = (int)((int64_t)n_units * blockIdx.x / gridDim.x) * g.unit_panels;
   const int end_panel = (int)((int64_t)n_units * (blockIdx.x + 1) / gridDim.x) * g.unit_panels;
-  const int n_items = (end_panel - first_panel) * n_chunks, round_items = g.round_panels * n_chunks;
-
-  ChunkStream<W> stream;
-  stream.panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in);
-  stream.weights = g.weight.data + first_panel * stream.panel_bytes;
-  stream.n_items = n_items;
-  stream.n_chunks = n_chunks;
-  stream.ring = shared + warp_id() * kSlots * kSlotBytes;
-  stream.full = (uint64_t *)(shared + kRingBytes) + warp_id() * kSlots;
+  const int n_panels = end_panel - first_panel, first_output = first_panel * kPanelRows, n_outputs = n_panels * kPanelRows;
+  const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in);
   uint8_t *operand = shared + kRingBytes + kWarps * kSlots * 8;
   float *partial = (float *)(operand + g.n_rows * stride);
-  float *row = partial + g.round_panels * n_chunks * g.n_rows * kPanelRows;
+  float *addend = partial + g.round_panels * n_chunks * g.n_rows * kPanelRows;
+  float *row = addend + (g.epilogue.kind == kAddToRows ? g.n_rows * n_outputs : 0);
 
-  stream.init();
-  for (int q = 0; q < kSlots; q++) stream.request(q);
+  ChunkStream<W> stream(g.weight.data + first_panel * panel_bytes, panel_bytes, n_panels, n_chunks, shared + warp_id() * kSlots * kSlotBytes,
+                        (uint64_t *)(shared + kRingBytes) + warp_id() * kSlots);
   let_next_kernel_start();
+  EarlyWeights early;
+  early.load(g.program);
   wait_for_previous_kernel();
-  fetch_operand<W>(g, operand, stride, row);
+  fetch_rows<W>(g, operand, stride, addend, first_output, n_outputs, row, early);
+  commit_copies();
+  wait_copies<0>();  // before Hopper, of the ring as well
   __syncthreads();
 
   const int lane = lane_id(), group = lane / 4;
   const RightOperand right{group < g.n_rows ? operand + group * stride + lane % 4 * 8 : nullptr};
-  int q = 0, item = warp_id();
-  for (int begin = 0; begin < n_items; begin += round_items) {
-    for (; item < min(begin + round_items, n_items); item += kWarps) {
-      const int chunk = item % n_chunks, n_blocks = min(TL_K_CHUNK / 16, k_pad / 16 - chunk * (TL_K_CHUNK / 16));
-      constexpr int kSlotBlocks = kSlotBytes / W::kBlockBytes;
+  ChunkWalk at(n_chunks);
+  for (int begin = 0; begin < n_panels; begin += g.round_panels) {
+    const int end = min(begin + g.round_panels, n_panels);
+    for (; at.panel < end; at.next()) {
+      const int first = at.chunk * kChunkBlocks, n_blocks = min(kChunkBlocks, k_pad / 16 - first);
       float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      for (int part = 0; part < ChunkStream<W>::kParts; part++, q++) {
-        stream.wait(q);
-        const uint8_t *blocks = stream.ring + q % kSlots * kSlotBytes;
-        const int n = min(kSlotBlocks, n_blocks - part * kSlotBlocks), first = chunk * (TL_K_CHUNK / 16) + part * kSlotBlocks;
+#pragma unroll
+      for (int part = 0; part < ChunkStream<W>::kParts; part++) {
+        const uint8_t *blocks = stream.wait();
+        const int n = min(kSlotBlocks, n_blocks - part * kSlotBlocks);
         if (W::kInt8 && g.weight.group_size)
-          add_scaled_blocks<W>(d, blocks, n, right, first, g.weight, first_panel + item / n_chunks);
+          add_scaled_blocks<W>(d, blocks, n, right, first + part * kSlotBlocks, g.weight, first_panel + at.panel);
         else
-          add_blocks<W>(d, blocks, n, right, first);
-        __syncwarp();
-        stream.request(q + kSlots);
+          add_blocks<W>(d, blocks, n, right, first + part * kSlotBlocks);
+        stream.done();
       }
-      float *sums = partial + (int64_t)(item - begin) * g.n_rows * kPanelRows;
+      float *sums = partial + (int64_t)((at.panel - begin) * n_chunks + at.chunk) * g.n_rows * kPanelRows;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int column = lane % 4 * 2 + j % 2;
@@ -204,9 +245,8 @@ __global__ void __launch_bounds__(kThreads) gemv(const GemvArgs g) {
       }
     }
     __syncthreads();
-    const int panels = min(g.round_panels, end_panel - first_panel - begin / n_chunks);
-    finish_panels<W>(g, partial, first_panel + begin / n_chunks, panels, n_chunks);
-    __syncthreads();
+    finish_panels<W>(g, partial, addend, first_panel + begin, end - begin, n_chunks, first_output, n_outputs);
+    if (end < n_panels) __syncthreads();
   }
 #if !TL_HOPPER
   wait_copies<0>();
@@ -215,18 +255,20 @@ __global__ void __launch_bounds__(kThreads) gemv(const GemvArgs g) {
 
 }  // namespace
 
-int gemv_shared_nbytes(const tl_matrix &weight, int n_rows, bool program, int unit_panels, int *round_panels) {
-  const int k_pad = pad16(weight.n_in), n_chunks = (k_pad + TL_K_CHUNK - 1) / TL_K_CHUNK;
-  const int panel = n_chunks * n_rows * kPanelRows * 4;
-  *round_panels = std::max(1, kRoundBytes / panel / unit_panels) * unit_panels;
-  const int row = program ? row_program_floats(weight.n_in) * 4 : 0;
-  return kRingBytes + kWarps * kSlots * 8 + n_rows * operand_stride(k_pad) + *round_panels * panel + row;
+int gemv_shared_nbytes(const tl_context &context, const GemvArgs &g, int *round_panels) {
+  const int k_pad = pad16(g.weight.n_in), n_chunks = (k_pad + TL_K_CHUNK - 1) / TL_K_CHUNK;
+  const int panel = n_chunks * g.n_rows * kPanelRows * 4, n_units = g.weight.n_out / kPanelRows / g.unit_panels;
+  const int most_units = (n_units + context.n_multiprocessors - 1) / context.n_multiprocessors;
+  *round_panels = std::max(1, kRoundBytes / panel / g.unit_panels) * g.unit_panels;
+  const int slots = context.code >= kCodeSm90 ? kHopperSlots : kOlderSlots;
+  const int row = g.program.n_ops ? row_program_floats(g.program.dim) * 4 : 0;
+  const int addend = g.epilogue.kind == kAddToRows ? g.n_rows * most_units * g.unit_panels * kPanelRows * 4 : 0;
+  return kWarps * slots * (kSlotBytes + 8) + g.n_rows * operand_stride(k_pad) + *round_panels * panel + addend + row;
 }
 
-void launch_gemv(const Launcher &launcher, GemvArgs &args) {
-  tl_matrix sizes = {};
-  sizes.n_in = args.weight.n_in;
-  const int nbytes = gemv_shared_nbytes(sizes, args.n_rows, args.program.n_ops > 0, args.unit_panels, &args.round_panels);
+void launch_gemv(const Launcher &launcher, const GemvArgs &asked) {
+  GemvArgs args = asked;
+  const int nbytes = gemv_shared_nbytes(launcher.context, args, &args.round_panels);
   const int n_units = args.weight.n_out / kPanelRows / args.unit_panels;
   const Shape shape{dim3(std::min(n_units, launcher.context.n_multiprocessors)), kThreads, nbytes, 1};
   switch (args.weight.dtype) {

@@ -20,8 +20,8 @@ struct GemvArgs {
   Epilogue epilogue;
 };
 
-// Bytes of shared memory that a product needs, beside fitting round_panels.
-int gemv_shared_nbytes(const tl_matrix &weight, int n_rows, bool program, int unit_panels, int *round_panels);
-void launch_gemv(const Launcher &launcher, GemvArgs &args);
+// Bytes of shared memory that a product needs, round_panels being the choice that goes with them.
+int gemv_shared_nbytes(const tl_context &context, const GemvArgs &args, int *round_panels);
+void launch_gemv(const Launcher &launcher, const GemvArgs &args);
 
 }  // namespace tl

@@ -10,7 +10,18 @@
 namespace tl {
 namespace {
 
-__global__ void probe_code(const int) {}
+// Never run: its shared memory tells which target's code the driver loaded.
+__global__ void probe_code() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kCode = kCodeSm90a;
+#elif TL_HOPPER
+  constexpr int kCode = kCodeSm90;
+#else
+  constexpr int kCode = kCodeSm80;
+#endif
+  __shared__ volatile uint8_t used[kCode * 16];
+  used[threadIdx.x] = 0;
+}
 
 }  // namespace
 
@@ -44,7 +55,7 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   const cudaError_t loaded = cudaFuncGetAttributes(&code, (const void *)probe_code);
   if (loaded == cudaErrorNoKernelImageForDevice || loaded == cudaErrorInvalidDeviceFunction || loaded == cudaErrorUnsupportedPtxVersion) {
     cudaGetLastError();
-    snprintf(text, sizeof text, "this build has no code for %s (compute capability %d.%d); build with TINYLOOP_CUDA_ARCHS=%d%d", props.name, props.major,
+    snprintf(text, sizeof text, "this build has no code for %.60s (compute capability %d.%d); build with TINYLOOP_CUDA_ARCHS=%d%d", props.name, props.major,
              props.minor, props.major, props.minor);
     return refuse(text);
   }
@@ -53,10 +64,10 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   c->device = ordinal;
   c->n_multiprocessors = props.multiProcessorCount;
   c->max_shared_nbytes = (int)props.sharedMemPerBlockOptin;
-  c->hopper = code.ptxVersion >= 90 && props.major >= 9;
+  c->code = (int)code.sharedSizeBytes / 16;
   c->major = props.major;
   c->minor = props.minor;
-  snprintf(c->name, sizeof c->name, "%s", props.name);
+  snprintf(c->name, sizeof c->name, "%.60s", props.name);
   *out = c.release();
   return TL_OK;
 }

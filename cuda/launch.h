@@ -8,11 +8,15 @@
 #include "device.cuh"
 #include "tinyloop.h"
 
+namespace tl {
+enum Code { kCodeSm80 = 1, kCodeSm90 = 2, kCodeSm90a = 3 };  // which of the build's targets was loaded
+}
+
 struct tl_context {
   int device;
   int n_multiprocessors;
   int max_shared_nbytes;  // that one CTA may take
-  bool hopper;            // whether the code that was loaded is Hopper's: it may be sm_80's on a newer device
+  int code;               // tl::Code; it may be sm_80's on a newer device
   int major, minor;
   char name[64];
   std::unordered_map<const void *, int> shared_limits;  // what kernels were allowed so far
@@ -50,12 +54,7 @@ struct Launcher {
 #if defined(TL_EMULATOR)
     emulator::run(shape.grid, shape.n_threads, shape.shared_nbytes, shape.cluster, [&] { kernel(args); });
 #else
-    int &limit = context.shared_limits[(const void *)kernel];
-    if (shape.shared_nbytes > limit) {
-      if (shape.shared_nbytes > context.max_shared_nbytes) throw std::length_error("a kernel needs more shared memory than this device has");
-      require(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_nbytes), "sizing shared memory");
-      limit = shape.shared_nbytes;
-    }
+    prepare((const void *)kernel, shape.shared_nbytes);
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
     config.gridDim = shape.grid;
@@ -69,7 +68,7 @@ struct Launcher {
       a.val.clusterDim.x = shape.cluster;
       a.val.clusterDim.y = a.val.clusterDim.z = 1;
     }
-    if (dependent && context.hopper) {
+    if (dependent && context.code >= kCodeSm90) {
       cudaLaunchAttribute &a = attributes[config.numAttrs++];
       a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       a.val.programmaticStreamSerializationAllowed = 1;
@@ -78,6 +77,20 @@ struct Launcher {
 #endif
     dependent = true;
   }
+
+ private:
+#if !defined(TL_EMULATOR)
+  // Lets a kernel have its shared memory. All kernels ask for the same split between that and L1: an SM changes it only
+  // when it is empty, so that kernels which differ could not overlap.
+  void prepare(const void *kernel, int shared_nbytes) const {
+    const auto found = context.shared_limits.find(kernel);
+    if (found != context.shared_limits.end() && shared_nbytes <= found->second) return;
+    if (shared_nbytes > context.max_shared_nbytes) throw std::length_error("a kernel needs more shared memory than this device has");
+    require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_nbytes), "sizing shared memory");
+    require(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "sizing shared memory");
+    context.shared_limits[kernel] = shared_nbytes;
+  }
+#endif
 };
 
 }  // namespace tl

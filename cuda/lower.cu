@@ -73,9 +73,13 @@ class Lowering {
 
   Path path_of(const tl_matrix &weight, int n_rows) const {
     if (weight.dtype == TL_F32) return Path::kF32;
+    if (n_rows > kGemvRows) return Path::kGemm;
+    GemvArgs largest = {matrix_of(weight), nullptr, n_rows, 2, 0, {}, {}, {}};  // of what a phase may ask for
+    largest.epilogue.kind = kAddToRows;
+    largest.program.n_ops = n_rows == 1;
+    largest.program.dim = d_.dim;
     int round_panels;
-    const bool fits = n_rows <= kGemvRows && gemv_shared_nbytes(weight, n_rows, n_rows == 1, 2, &round_panels) <= p_.context.max_shared_nbytes;
-    return fits ? Path::kGemv : Path::kGemm;
+    return gemv_shared_nbytes(p_.context, largest, &round_panels) <= p_.context.max_shared_nbytes ? Path::kGemv : Path::kGemm;
   }
 
   Operand operand_of(uint64_t offset, const tl_matrix &weight, int n_rows) const {

@@ -94,27 +94,43 @@ TL_DEVICE void for_loaded_quads(int n, Load load, Use use) {
   }
 }
 
+// A thread's own weights of the program's last norm, loaded before the kernel may read what others wrote.
+struct EarlyWeights {
+  const float *of = nullptr;
+  float4 q[4];
+
+  TL_DEVICE_MEMBER void load(const RowProgram &p) {
+    if (!p.n_ops || p.op[p.n_ops - 1].kind != kRowNorm || p.dim > 16 * kThreads) return;
+    of = p.op[p.n_ops - 1].p;
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (4 * (int)threadIdx.x + 4 * kThreads * j < p.dim) q[j] = load_quad(of, 4 * threadIdx.x + 4 * kThreads * j, p.dim);
+  }
+};
+
 // v = weight * v / rms(v) over n values in shared memory. `partial`: kWarps floats that no other norm in flight uses.
-TL_DEVICE void norm_row(float *v, int n, float eps, const float *weight, float *partial) {
+TL_DEVICE void norm_row(float *v, int n, float eps, const float *weight, float *partial, const EarlyWeights &early) {
   float sum = 0.0f;
   for_own_quads(n, [&](int i) {
     const float4 q = *(const float4 *)(v + i);  // beyond n: zeros
     sum = fmaf(q.w, q.w, fmaf(q.z, q.z, fmaf(q.y, q.y, fmaf(q.x, q.x, sum))));
   });
   const float inverse = inverse_rms(block_sum(sum, partial), n, eps);
-  for_loaded_quads(
-      n, [&](int i) { return load_quad(weight, i, n); },
-      [&](int i, float4 w) {
-        const float4 q = *(const float4 *)(v + i);
-        *(float4 *)(v + i) = make_float4(q.x * inverse * w.x, q.y * inverse * w.y, q.z * inverse * w.z, q.w * inverse * w.w);
-      });
+  const auto scale = [&](int i, float4 w) {
+    const float4 q = *(const float4 *)(v + i);
+    *(float4 *)(v + i) = make_float4(q.x * inverse * w.x, q.y * inverse * w.y, q.z * inverse * w.z, q.w * inverse * w.w);
+  };
+  if (weight != early.of) return for_loaded_quads(n, [&](int i) { return load_quad(weight, i, n); }, scale);
+#pragma unroll
+  for (int j = 0; j < 4; j++)
+    if (4 * (int)threadIdx.x + 4 * kThreads * j < n) scale(4 * threadIdx.x + 4 * kThreads * j, early.q[j]);
 }
 
 // Floats of shared memory that a program needs: the row, and partial sums of two norms in turn.
 TL_BOTH int row_program_floats(int dim) { return pad16(dim) + 2 * kWarps; }
 
 // Runs the program for one row; each thread is left with its own values in `v` (padding zero). Stores only where `storing`.
-TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float *v) {
+TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float *v, const EarlyWeights &early) {
   const int n = p.dim, width = pad16(n);
   float *partial = v + width;
   int n_norms = 0;
@@ -151,7 +167,7 @@ TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float
               *(float4 *)(v + i) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
             });
         break;
-      case kRowNorm: norm_row(v, n, p.eps, op.p, partial + n_norms++ % 2 * kWarps); break;
+      case kRowNorm: norm_row(v, n, p.eps, op.p, partial + n_norms++ % 2 * kWarps, early); break;
       default:  // kRowStore
         if (storing) for_own_quads(n, [&](int i) { store_quad((float *)rows, i, n, *(const float4 *)(v + i)); });
     }

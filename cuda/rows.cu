@@ -9,9 +9,11 @@ namespace {
 __global__ void __launch_bounds__(kThreads) run_rows(const RowsArgs a) {
   float *v = shared_memory<float>();
   let_next_kernel_start();
+  EarlyWeights early;
+  early.load(a.program);
   wait_for_previous_kernel();
   const int row = blockIdx.x;
-  run_row_program(a.program, row, true, v);
+  run_row_program(a.program, row, true, v, early);
   if (a.operand.data)
     emit_operand(a.program, row, v, [&](int column, float lo, float hi) { store_operand_pair(a.operand, row, column, lo, hi); });
 }

@@ -252,6 +252,7 @@ void barrier_init(uint64_t *barrier, int n_arrivals) {
   Barrier &b = ctas[current->rank].barriers[barrier];
   b = Barrier{};
   b.n_arrivals = b.missing = n_arrivals;
+  *barrier = 0;
 }
 
 namespace {
@@ -265,7 +266,7 @@ void complete(uint64_t *barrier, Barrier &b) {
   if (b.missing || b.nbytes) return;
   b.phase++;
   b.missing = b.n_arrivals;
-  *barrier = (uint64_t)b.phase;  // what waiting fibers look at
+  ++*barrier;  // what waiting fibers look at
 }
 }  // namespace
 
@@ -280,6 +281,7 @@ void barrier_copy(void *to, const void *from, int nbytes, uint64_t *barrier) {
   if (nbytes % 16 || (uintptr_t)to % 16 || (uintptr_t)from % 16) die("a bulk copy is not aligned");
   memset(to, 0xff, nbytes);
   barrier_at(barrier).copies.push_back({to, from, nbytes});
+  ++*barrier;  // whoever waits performs it
 }
 void barrier_wait(uint64_t *barrier, int parity) {
   Barrier &b = barrier_at(barrier);
@@ -322,7 +324,7 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   tl_context *c = new tl_context{};
   c->n_multiprocessors = emulator::kMultiprocessors;
   c->max_shared_nbytes = 227 << 10;
-  c->hopper = true;
+  c->code = kCodeSm90a;
   c->major = 9;
   snprintf(c->name, sizeof c->name, "CUDA emulator");
   *out = c;

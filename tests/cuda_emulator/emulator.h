@@ -225,6 +225,30 @@ inline uint32_t subtract_bf16(uint32_t a, uint32_t b) {
 }
 inline float exp2_fast(float x) { return exp2f(x); }
 
+// Where the columns of wgmma's right operand lie: address and distance of its groups of eight columns.
+inline uint64_t wgmma_columns(const void *b, int group_bytes) { return (uint64_t)(uintptr_t)b << 16 | (uint64_t)group_bytes; }
+template <int n>
+void take_registers() {}
+template <int n>
+void give_registers() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int pending>
+void wgmma_wait() { emulator::warp_operation<int, int, emulator::nothing>(10, 0); }
+template <class T, int n>
+void wgmma(float (&d)[n], const uint32_t (&a)[4], uint64_t columns, bool add) {
+  const uint8_t *b = (const uint8_t *)(uintptr_t)(columns >> 16);
+  const int lane = emulator::current->lane, group_bytes = (int)(columns & 0xffff);
+  for (int j = 0; j < n / 4; j++) {  // eight columns at a time, with the sums of mma.sync
+    float part[4];
+    for (int i = 0; i < 4; i++) part[i] = add ? d[4 * j + i] : 0.0f;
+    uint32_t word[2];
+    for (int k = 0; k < 2; k++) memcpy(&word[k], b + j * group_bytes + k * 128 + lane / 4 * 16 + lane % 4 * 4, 4);
+    T::mma(part, a, word[0], word[1]);
+    memcpy(d + 4 * j, part, sizeof part);
+  }
+}
+
 inline void copy16_async(void *to, const void *from) { emulator::queue_copy(to, from, 16); }
 inline void commit_copies() { emulator::commit_copies(); }
 template <int pending>
