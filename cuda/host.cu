@@ -3,6 +3,7 @@
 
 #include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include <algorithm>
 #include <memory>
@@ -65,6 +66,7 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   c->n_multiprocessors = props.multiProcessorCount;
   c->max_shared_nbytes = (int)props.sharedMemPerBlockOptin;
   c->code = (int)code.sharedSizeBytes / 16;
+  c->overlaps = c->code >= kCodeSm90 && !getenv("TINYLOOP_CUDA_SERIAL");  // set it to time kernels one by one
   c->major = props.major;
   c->minor = props.minor;
   snprintf(c->name, sizeof c->name, "%.60s", props.name);

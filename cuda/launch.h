@@ -17,6 +17,7 @@ struct tl_context {
   int n_multiprocessors;
   int max_shared_nbytes;  // that one CTA may take
   int code;               // tl::Code; it may be sm_80's on a newer device
+  bool overlaps;          // kernels may start before the one before them has ended
   int major, minor;
   char name[64];
   std::unordered_map<const void *, int> shared_limits;  // what kernels were allowed so far
@@ -68,7 +69,7 @@ struct Launcher {
       a.val.clusterDim.x = shape.cluster;
       a.val.clusterDim.y = a.val.clusterDim.z = 1;
     }
-    if (dependent && context.code >= kCodeSm90) {
+    if (dependent && context.overlaps) {
       cudaLaunchAttribute &a = attributes[config.numAttrs++];
       a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       a.val.programmaticStreamSerializationAllowed = 1;
