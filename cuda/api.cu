@@ -56,20 +56,20 @@ void matmul(tl_context &c, const tl_matmul_args &a, cudaStream_t stream) {
   rows.program.op[0] = RowOp{kRowLoad, weight.n_in, a.a, 0.0f, 0};
   const bool is_f32 = weight.dtype == TL_F32;
   GemvArgs g = {weight, a.bias, a.n_rows, 1, 0, {}, {}, to_y};
-  if (a.n_rows == 1) g.program = rows.program;
-  int round_panels;
-  const bool few = !is_f32 && a.n_rows <= kGemvRows && gemv_shared_nbytes(c, g, &round_panels) <= c.max_shared_nbytes;
-  if (few && a.n_rows == 1) return launch_gemv(launcher, g);
+  const bool few = !is_f32 && a.n_rows <= kGemvRows && gemv_shared_nbytes(c, g) <= c.max_shared_nbytes;
+  if (few && a.n_rows == 1 && fits_gemv(rows.program)) {
+    g.program = rows.program;
+    return launch_gemv(launcher, g);
+  }
   const int n_rows = round_up(a.n_rows, kRowTile);
   TemporaryMemory memory((uint64_t)n_rows * round_up(weight.n_in, 64) * 4, stream);
   rows.operand = Operand{memory.data, operand_dtype(weight.dtype), few || is_f32 ? kOperandRows : kOperandTiles, pad16(weight.n_in), n_rows / 8};
   launch_rows(launcher, a.n_rows, rows);
   if (few) {
-    g.program = {};
     g.source = rows.operand;
     return launch_gemv(launcher, g);
   }
-  const GemmArgs many{weight, a.bias, a.n_rows, rows.operand, to_y};
+  const GemmArgs many{weight, a.bias, a.n_rows, rows.operand, to_y, {}};
   return is_f32 ? launch_gemm_f32(launcher, many) : launch_gemm(launcher, many);
 }
 
@@ -256,7 +256,7 @@ tl_status tl_op_sample(tl_context *context, int32_t vocab_size, const tl_samplin
     TL_REQUIRE(context && sampling && logits && work && token && vocab_size > 0, "a pointer is NULL or vocab_size is not positive");
     TL_REQUIRE(sampling->size == sizeof(tl_sampling), "tl_sampling.size does not match this library");
     tl::use_device(*context);
-    tl::launch_sample({*context, (cudaStream_t)stream}, 1, {vocab_size, nullptr, logits, work, token, nullptr, nullptr, nullptr, *sampling});
+    tl::launch_sample({*context, (cudaStream_t)stream}, 1, {vocab_size, nullptr, logits, work, token, nullptr, nullptr, nullptr, *sampling, 0});
     return TL_OK;
   });
 }

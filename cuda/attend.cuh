@@ -1,8 +1,8 @@
 // Attention on chunks of 64 keys at absolute positions, shared by every kernel that attends with 16-bit K and V.
 //
 // A warp holds 16 queries as rows of mma.sync. A chunk has one maximum over its unmasked keys; P = exp(s - max) is rounded
-// to the KV type, and both its sum and P V use the rounded P; O starts from zero. Scores, sums and O are float32. Chunks
-// merge in ascending order inside absolute groups of TL_CHUNK_GROUP, then groups in ascending order: merge_factors and
+// to the KV type, and both its sum and P V use the rounded P; O starts from zero. Scores, sums and O are float32, scores
+// and maxima in units of log2(e), so that exponentials are powers of two. Chunks merge in ascending order inside absolute groups of TL_CHUNK_GROUP, then groups in ascending order: merge_factors and
 // merge_value are the one way to merge. None of this depends on who computes a chunk, nor on the queries beside.
 #pragma once
 
@@ -18,8 +18,9 @@ constexpr float kMasked = -3.0e38f;
 struct AttendArgs {
   PlaceArgs place;       // its rows, KV and q; a one-row split kernel also does its work
   int32_t window;        // 0: full
-  float scale;           // 1 / sqrt(head_dim)
+  float scale;           // log2(e) / sqrt(head_dim)
   int32_t rows_of_tile;  // split: rows that share a tile; 1: a tile is heads of one row
+  int32_t queries_of_tile;  // split: at most kTileQueries
   int32_t place_here;    // split: K, V and q of the only row are not there yet
   Operand out;
 };
@@ -49,30 +50,42 @@ TL_DEVICE void score_pages(float (&s)[kPages][2][4], const uint16_t *q_tile, con
   }
 }
 
-// Scales and masks; lo, hi: the keys lo <= key < hi of the page that rows (lane / 4) and (lane / 4 + 8) see.
-TL_DEVICE void mask_page(float (&s)[2][4], float scale, const int (&lo)[2], const int (&hi)[2]) {
+// Masks; lo, hi: the keys lo <= key < hi of the page that rows (lane / 4) and (lane / 4 + 8) see.
+TL_DEVICE void mask_page(float (&s)[2][4], const int (&lo)[2], const int (&hi)[2]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const int key = i / 4 * 8 + lane_id() % 4 * 2 + i % 2, h = i % 4 / 2;
     float &x = s[i / 4][i % 4];
-    x = key >= lo[h] && key < hi[h] ? x * scale : kMasked;
+    x = key >= lo[h] && key < hi[h] ? x : kMasked;
   }
 }
 
-// Maximum over a page's keys of row half h, the same in the four lanes of a row.
-TL_DEVICE float page_maximum(const float (&s)[2][4], int h) {
-  float m = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
+// Maximum of this lane's scores of row half h over some pages.
+template <int kPages>
+TL_DEVICE float lane_maximum(const float (&s)[kPages][2][4], int h) {
+  float m = kMasked;
+#pragma unroll
+  for (int j = 0; j < kPages; j++) m = fmaxf(m, fmaxf(fmaxf(s[j][0][2 * h], s[j][0][2 * h + 1]), fmaxf(s[j][1][2 * h], s[j][1][2 * h + 1])));
+  return m;
+}
+
+// The largest over the four lanes of a row.
+TL_DEVICE float row_maximum(float m) {
   m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
   return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
 }
 
-// P of a page, rounded, as the left operand of P V: its words hold the keys in the order that scores came in.
+// A chunk's m from its largest score.
+TL_DEVICE float scaled_maximum(float top, float scale) { return top == kMasked ? kMasked : top * scale; }
+
+// P of a page, rounded, as the left operand of P V: its words hold the keys in the order that scores came in. Masked keys
+// give 2^-huge = 0.
 template <class Kv>
-TL_DEVICE void soften_page(uint32_t (&p)[4], const float (&s)[2][4], const float (&m)[2]) {
+TL_DEVICE void soften_page(uint32_t (&p)[4], const float (&s)[2][4], const float (&m)[2], float scale) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float x0 = s[i / 2][i % 2 * 2], x1 = s[i / 2][i % 2 * 2 + 1], top = m[i % 2];
-    p[i] = Kv::pack(x0 == kMasked ? 0.0f : exp_fast(x0 - top), x1 == kMasked ? 0.0f : exp_fast(x1 - top));
+    p[i] = Kv::pack(exp2_fast(fmaf(x0, scale, -top)), exp2_fast(fmaf(x1, scale, -top)));
   }
 }
 
@@ -113,33 +126,59 @@ struct MergeFactors {
 TL_DEVICE MergeFactors merge_factors(float m_earlier, float m_later) {
   if (m_earlier == kMasked) return {0.0f, 1.0f};
   const float m = fmaxf(m_earlier, m_later);
-  return {exp_fast(m_earlier - m), exp_fast(m_later - m)};
+  return {exp2_fast(m_earlier - m), exp2_fast(m_later - m)};
 }
 
 TL_DEVICE float merge_value(float earlier, float later, MergeFactors f) { return fmaf(later, f.later, earlier * f.earlier); }
 
-// ---- loading a chunk: page j of it to `to` + j pages, by n_threads threads; absent pages read as zero.
+// ---- queries of a tile, and the pages they read
 
-TL_DEVICE void copy_chunk(uint8_t *to, const AttendArgs &a, const int32_t *table, int chunk, Keys keys, int kv_head, bool values, int thread,
-                          int n_threads) {
-  const int nbytes = (int)head_nbytes(a.place.kv);
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) {
-    const int pos = chunk * TL_KEY_CHUNK + j * TL_PAGE_POSITIONS;
-    const int page = pos < keys.end && pos + TL_PAGE_POSITIONS > keys.first ? table[pos / TL_PAGE_POSITIONS] : -1;
-    const uint8_t *from = page < 0 ? nullptr : values ? v_of(a.place.kv, page, kv_head) : k_of(a.place.kv, page, kv_head);
-    for (int i = thread * 16; i < nbytes; i += n_threads * 16) {
-      if (from)
-        copy16_async(to + j * nbytes + i, from + i);
-      else
-        *(uint4 *)(to + j * nbytes + i) = make_uint4(0, 0, 0, 0);
-    }
+struct Query {
+  int row, head, seq;  // row below 0: there is none
+  int first, end;      // its keys; none where it does nothing
+};
+
+// The queries begin .. end - 1 of a tile: those of one sequence that follow each other, and the keys that any of them reads.
+struct Run {
+  int seq, begin, end;
+  Keys keys;
+};
+
+TL_DEVICE Query query_at(const AttendArgs &a, int row, int head, bool exists) {
+  const int pos = exists ? a.place.rows.pos[row] : -1;
+  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
+  return {exists ? row : -1, head, exists ? a.place.rows.seq[row] : -1, keys.first, keys.end};
+}
+
+TL_DEVICE Run run_from(const Query *query, int begin, int n_queries) {
+  Run run{query[begin].seq, begin, begin, {0, 0}};
+  for (; run.end < n_queries && query[run.end].seq == run.seq; run.end++) {
+    const Query &q = query[run.end];
+    if (q.end && (!run.keys.end || q.first < run.keys.first)) run.keys.first = q.first;
+    run.keys.end = max(run.keys.end, q.end);
   }
-  commit_copies();
+  return run;
+}
+
+TL_DEVICE const int32_t *table_of(const Rows &r, int seq) { return r.page_table[seq] + (int64_t)r.stage * r.table_stride; }
+
+// A warp requests its page (0..3) of a chunk, K or V, to shared memory; one that no query reads is zero.
+TL_DEVICE void request_page(const AttendArgs &a, uint8_t *chunk_memory, const int32_t *table, int chunk, int own, Keys keys, int kv_head, bool values) {
+  const int pos = chunk * TL_KEY_CHUNK + own * TL_PAGE_POSITIONS, nbytes = (int)head_nbytes(a.place.kv);
+  const int page = pos < keys.end && pos + TL_PAGE_POSITIONS > keys.first ? table[pos / TL_PAGE_POSITIONS] : -1;
+  uint8_t *to = chunk_memory + own * nbytes + lane_id() * 16;
+  if (page >= 0) {
+    const uint8_t *from = (values ? v_of(a.place.kv, page, kv_head) : k_of(a.place.kv, page, kv_head)) + lane_id() * 16;
+#pragma unroll 4
+    for (int i = 0; i < nbytes; i += 512) copy16_async(to + i, from + i);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < nbytes; i += 512) *(uint4 *)(to + i) = make_uint4(0, 0, 0, 0);
+  }
 }
 
 void launch_attend_split(const Launcher &launcher, const AttendArgs &args);
-void launch_attend_tile(const Launcher &launcher, const AttendArgs &args);
+bool launch_attend_tile(const Launcher &launcher, const AttendArgs &args);  // false: this device has too little shared memory
 void launch_attend_f32(const Launcher &launcher, const AttendArgs &args);
 
 }  // namespace tl

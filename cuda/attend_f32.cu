@@ -28,7 +28,7 @@ TL_DEVICE State attend_chunk(const AttendArgs &a, const float *q, const int32_t 
     if (pos >= keys.first && pos < keys.end) {
       const float *k = (const float *)k_of(a.place.kv, table[pos / TL_PAGE_POSITIONS], kv_head) + pos % TL_PAGE_POSITIONS * head_pad;
       float dot = 0.0f;
-      for (int i = 0; i < a.place.head_dim; i++) dot = fmaf(q[i], load_fresh(k + i), dot);
+      for (int i = 0; i < a.place.head_dim; i++) dot = fmaf(q[i], k[i], dot);
       s = dot * a.scale;
     }
     p[key] = s;
@@ -37,7 +37,7 @@ TL_DEVICE State attend_chunk(const AttendArgs &a, const float *q, const int32_t 
   float m = kNone;
   for (int i = 0; i < TL_KEY_CHUNK; i++) m = fmaxf(m, p[i]);
   __syncthreads();
-  if (key < TL_KEY_CHUNK) p[key] = p[key] == kNone ? 0.0f : exp_fast(p[key] - m);
+  if (key < TL_KEY_CHUNK) p[key] = p[key] == kNone ? 0.0f : exp2_fast(p[key] - m);
   __syncthreads();
   State s{m, 0.0f, 0.0f};
   for (int i = 0; i < TL_KEY_CHUNK; i++) {
@@ -45,7 +45,7 @@ TL_DEVICE State attend_chunk(const AttendArgs &a, const float *q, const int32_t 
     if (at < keys.first || at >= keys.end) continue;
     s.l = s.l + p[i];
     const float *v = (const float *)v_of(a.place.kv, table[at / TL_PAGE_POSITIONS], kv_head) + at % TL_PAGE_POSITIONS * head_pad;
-    if (d < head_pad) s.o = fmaf(p[i], load_fresh(v + d), s.o);
+    if (d < head_pad) s.o = fmaf(p[i], v[d], s.o);
   }
   return s;
 }
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) attend_f32(const AttendArgs a) {
   const Rows &r = a.place.rows;
   const int row = blockIdx.x, head = blockIdx.y, head_dim = a.place.head_dim, d = threadIdx.x;
   const int kv_head = head / (a.place.n_heads / a.place.n_kv_heads), pos = r.pos[row];
-  if (d < a.place.kv.head_pad) q[d] = load_fresh((const float *)a.place.q + ((int64_t)row * a.place.n_heads + head) * a.place.kv.head_pad + d);
+  if (d < a.place.kv.head_pad) q[d] = ((const float *)a.place.q)[((int64_t)row * a.place.n_heads + head) * a.place.kv.head_pad + d];
   const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
   const int32_t *table = r.page_table[r.seq[row]] + (int64_t)r.stage * r.table_stride;
   const State empty{kNone, 0.0f, 0.0f};

@@ -6,39 +6,9 @@
 namespace tl {
 namespace {
 
-constexpr int kTileWarps = 4;
+constexpr int kTileWarps = kPagesOfChunk;  // each brings one page of a chunk
 constexpr int kTileThreads = 32 * kTileWarps;
 constexpr int kQueriesOfCta = kTileWarps * kTileQueries;
-
-struct Query {
-  int row, head, seq;
-  Keys keys;  // empty where the query does not exist or does nothing
-};
-
-TL_DEVICE Query query_of(const AttendArgs &a, int tile, int kv_head, int i) {
-  const Rows &r = a.place.rows;
-  const int group = a.place.n_heads / a.place.n_kv_heads, flat = tile * kQueriesOfCta + i;
-  const bool exists = flat / group < r.n_rows;
-  const int pos = exists ? r.pos[flat / group] : -1;
-  return {exists ? flat / group : -1, kv_head * group + flat % group, exists ? r.seq[flat / group] : -1, pos < 0 ? Keys{0, 0} : keys_of(pos, a.window)};
-}
-
-// The queries begin .. end - 1 of a CTA: those of one sequence that follow each other, and the keys that any of them reads.
-struct Run {
-  int seq, begin, end;
-  Keys keys;
-};
-
-TL_DEVICE Run run_from(const AttendArgs &a, int tile, int kv_head, int begin) {
-  Run run{query_of(a, tile, kv_head, begin).seq, begin, begin, {0, 0}};
-  for (; run.end < kQueriesOfCta; run.end++) {
-    const Query q = query_of(a, tile, kv_head, run.end);
-    if (q.seq != run.seq) break;
-    if (q.keys.end && (!run.keys.end || q.keys.first < run.keys.first)) run.keys.first = q.keys.first;
-    run.keys.end = max(run.keys.end, q.keys.end);
-  }
-  return run;
-}
 
 // State of this lane's two queries over the current group of chunks, and (m, l) of the groups before it.
 template <int kDims>
@@ -60,24 +30,29 @@ template <class Kv, int kDims>
 TL_DEVICE void attend_chunk(const AttendArgs &a, State<kDims> &state, const Keys (&keys)[2], const uint16_t *q_tile, const uint16_t *k,
                             const uint16_t *v, int chunk) {
   const int head_pad = a.place.kv.head_pad, page_elements = TL_PAGE_POSITIONS * head_pad, first = chunk * TL_KEY_CHUNK;
-  bool alive[2];
+  bool alive[2], whole = true;
 #pragma unroll
-  for (int h = 0; h < 2; h++) alive[h] = keys[h].first < first + TL_KEY_CHUNK && keys[h].end > first;
+  for (int h = 0; h < 2; h++) {
+    alive[h] = keys[h].first < first + TL_KEY_CHUNK && keys[h].end > first;
+    whole = whole && keys[h].first <= first && keys[h].end >= first + TL_KEY_CHUNK;
+  }
   if (!__any_sync(0xffffffffu, alive[0] || alive[1])) return;
   float s[kPagesOfChunk][2][4];
   score_pages<Kv>(s, q_tile, k, page_elements, head_pad / 16);
-  float m[2] = {kMasked, kMasked};
+  if (__any_sync(0xffffffffu, !whole)) {
 #pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) {
-    const int page = first + j * TL_PAGE_POSITIONS;
-    const int lo[2] = {keys[0].first - page, keys[1].first - page}, hi[2] = {keys[0].end - page, keys[1].end - page};
-    mask_page(s[j], a.scale, lo, hi);
-#pragma unroll
-    for (int h = 0; h < 2; h++) m[h] = fmaxf(m[h], page_maximum(s[j], h));
+    for (int j = 0; j < kPagesOfChunk; j++) {
+      const int page = first + j * TL_PAGE_POSITIONS;
+      const int lo[2] = {keys[0].first - page, keys[1].first - page}, hi[2] = {keys[0].end - page, keys[1].end - page};
+      mask_page(s[j], lo, hi);
+    }
   }
+  float m[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) m[h] = scaled_maximum(row_maximum(lane_maximum(s, h)), a.scale);
   uint32_t p[kPagesOfChunk][4];
 #pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) soften_page<Kv>(p[j], s[j], m);
+  for (int j = 0; j < kPagesOfChunk; j++) soften_page<Kv>(p[j], s[j], m, a.scale);
   MergeFactors f[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -123,102 +98,116 @@ TL_DEVICE void close_group(State<kDims> &s, float *total) {
 }
 
 template <int kDims>
-TL_DEVICE void store_output(const AttendArgs &a, const State<kDims> &s, const float *total, const Query (&mine)[2], const bool (&in_run)[2]) {
+TL_DEVICE void store_output(const AttendArgs &a, const State<kDims> &s, const float *total, const Query *query, const Run &run) {
   const int head_dim = a.place.head_dim;
-#pragma unroll
+#pragma unroll 1
   for (int h = 0; h < 2; h++) {
-    if (!in_run[h] || mine[h].row < 0) continue;
-    const float inverse = s.total_l[h] != 0.0f ? 1.0f / s.total_l[h] : 0.0f;
-#pragma unroll
-    for (int b = 0; b < kDims / 16; b++)
-#pragma unroll
-      for (int t = 0; t < 2; t++) {
-        const int d = b * 16 + t * 8 + lane_id() % 4 * 2, i = b * 8 + t * 4 + 2 * h;
-        if (d < head_dim)
-          store_operand_pair(a.out, mine[h].row, mine[h].head * head_dim + d, total[i * kTileThreads] * inverse, total[(i + 1) * kTileThreads] * inverse);
-      }
-    if (mine[h].head == a.place.n_heads - 1 && lane_id() % 4 == 0)
-      for (int k = a.place.n_heads * head_dim; k < a.out.n_in; k++) store_operand(a.out, mine[h].row, k, 0.0f);
+    const int at = warp_id() * kTileQueries + lane_id() / 4 + 8 * h;
+    const Query q = query[at];
+    if (at < run.begin || at >= run.end || q.row < 0) continue;
+    const float l = h ? s.total_l[1] : s.total_l[0], inverse = l != 0.0f ? 1.0f / l : 0.0f;
+#pragma unroll 4
+    for (int b = 0; b < kDims / 8; b++) {
+      const int d = b * 8 + lane_id() % 4 * 2, i = b * 4 + 2 * h;
+      if (d < head_dim)
+        store_operand_pair(a.out, q.row, q.head * head_dim + d, total[i * kTileThreads] * inverse, total[(i + 1) * kTileThreads] * inverse);
+    }
+    if (q.head == a.place.n_heads - 1 && lane_id() % 4 == 0)
+#pragma unroll 1
+      for (int k = a.place.n_heads * head_dim; k < a.out.n_in; k++) store_operand(a.out, q.row, k, 0.0f);
   }
 }
 
-template <class Kv, int kDims>
-__global__ void __launch_bounds__(kTileThreads) attend_tile(const AttendArgs a) {
-  const int head_pad = a.place.kv.head_pad, tile = gridDim.x - 1 - blockIdx.x, kv_head = blockIdx.y;  // later rows read more keys: they go first
-  const int chunk_bytes = TL_KEY_CHUNK * head_pad * 2, lane = lane_id(), warp = warp_id();
-  uint8_t *shared = shared_memory<uint8_t>(), *kv = shared + kQueriesOfCta * head_pad * 2;
-  float *total = (float *)(kv + 4 * chunk_bytes) + threadIdx.x;
-  let_next_kernel_start();
-  wait_for_previous_kernel();
+// Tiles in an order that gives SMs an even share: later rows read more keys, and go first; the short ones join them.
+TL_DEVICE int tile_of(int unit, int n_tiles) { return unit < (n_tiles + 1) / 2 ? n_tiles - 1 - unit : unit - (n_tiles + 1) / 2; }
 
+template <class Kv, int kDims>
+__global__ void __launch_bounds__(kTileThreads, kDims == 256 ? 1 : 2) attend_tile(const AttendArgs a) {
+  const int head_pad = a.place.kv.head_pad, group = a.place.n_heads / a.place.n_kv_heads, lane = lane_id(), warp = warp_id();
+  const int kv_head = blockIdx.x % a.place.n_kv_heads, tile = tile_of(blockIdx.x / a.place.n_kv_heads, gridDim.x / a.place.n_kv_heads);
+  const int chunk_bytes = TL_KEY_CHUNK * head_pad * 2;
+  uint8_t *q_memory = shared_memory<uint8_t>(), *kv = q_memory + kQueriesOfCta * head_pad * 2;
+  Query *query = (Query *)(kv + 4 * chunk_bytes);
+  float *total = (float *)(query + kQueriesOfCta) + threadIdx.x;
+  let_next_kernel_start();
+  if (threadIdx.x < kQueriesOfCta) {
+    const int flat = tile * kQueriesOfCta + threadIdx.x;
+    query[threadIdx.x] = query_at(a, flat / group, kv_head * group + flat % group, flat / group < a.place.rows.n_rows);
+  }
+  __syncthreads();
+  wait_for_previous_kernel();
   for (int i = threadIdx.x; i < kQueriesOfCta * head_pad / 8; i += kTileThreads) {
     const int at = i / (head_pad / 8), dim = i % (head_pad / 8) * 8;
-    const Query q = query_of(a, tile, kv_head, at);
-    const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)q.row * a.place.n_heads + q.head) * head_pad + dim;
-    uint16_t *to = (uint16_t *)shared + at / kTileQueries * kTileQueries * head_pad + k_index(at % kTileQueries, dim);
-    *(uint4 *)to = q.row < 0 ? make_uint4(0, 0, 0, 0) : load_fresh((const uint4 *)from);
+    const Query &q = query[at];
+    uint16_t *to = (uint16_t *)q_memory + at / kTileQueries * kTileQueries * head_pad + k_index(at % kTileQueries, dim);
+    if (q.row < 0)
+      *(uint4 *)to = make_uint4(0, 0, 0, 0);
+    else
+      copy16_async(to, (const uint16_t *)a.place.q + ((int64_t)q.row * a.place.n_heads + q.head) * head_pad + dim);
   }
-  const Query mine[2] = {query_of(a, tile, kv_head, warp * kTileQueries + lane / 4), query_of(a, tile, kv_head, warp * kTileQueries + lane / 4 + 8)};
-  const uint16_t *q_tile = (const uint16_t *)shared + warp * kTileQueries * head_pad;
+  commit_copies();
+  const uint16_t *q_tile = (const uint16_t *)q_memory + warp * kTileQueries * head_pad;
 
   for (int begin = 0; begin < kQueriesOfCta;) {
-    const Run run = run_from(a, tile, kv_head, begin);
+    const Run run = run_from(query, begin, kQueriesOfCta);
     begin = run.end;
     if (run.seq < 0) continue;
-    const int32_t *table = a.place.rows.page_table[run.seq] + (int64_t)a.place.rows.stage * a.place.rows.table_stride;
+    const int32_t *table = table_of(a.place.rows, run.seq);
     const int first_chunk = run.keys.first / TL_KEY_CHUNK, end_chunk = (run.keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK;
-    bool in_run[2];
     Keys keys[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int i = warp * kTileQueries + lane / 4 + 8 * h;
-      in_run[h] = i >= run.begin && i < run.end;
-      keys[h] = in_run[h] ? mine[h].keys : Keys{0, 0};
+      keys[h] = i >= run.begin && i < run.end ? Keys{query[i].first, query[i].end} : Keys{0, 0};
     }
     State<kDims> state;
     empty_group(state);
 #pragma unroll
     for (int h = 0; h < 2; h++) state.total_m[h] = kMasked, state.total_l[h] = 0.0f;
-#pragma unroll
+#pragma unroll 8
     for (int i = 0; i < kDims / 16 * 8; i++) total[i * kTileThreads] = 0.0f;
     const auto request = [&](int chunk) {
       uint8_t *to = kv + chunk % 2 * 2 * chunk_bytes;
-      if (chunk >= end_chunk) return commit_copies();
-      copy_chunk(to, a, table, chunk, run.keys, kv_head, false, threadIdx.x, kTileThreads);
-      copy_chunk(to + chunk_bytes, a, table, chunk, run.keys, kv_head, true, threadIdx.x, kTileThreads);
+      if (chunk < end_chunk) {
+        request_page(a, to, table, chunk, warp, run.keys, kv_head, false);
+        request_page(a, to + chunk_bytes, table, chunk, warp, run.keys, kv_head, true);
+      }
+      commit_copies();
     };
     request(first_chunk);
+#pragma unroll 1
     for (int chunk = first_chunk; chunk < end_chunk; chunk++) {
       request(chunk + 1);
-      if (chunk + 1 < end_chunk)
-        wait_copies<2>();
-      else
-        wait_copies<0>();
+      wait_copies<1>();
       __syncthreads();
       const uint16_t *k = (const uint16_t *)(kv + chunk % 2 * 2 * chunk_bytes);
       attend_chunk<Kv>(a, state, keys, q_tile, k, k + chunk_bytes / 2, chunk);
       if ((chunk + 1) % TL_CHUNK_GROUP == 0 || chunk + 1 == end_chunk) close_group(state, total);
       __syncthreads();
     }
-    store_output(a, state, total, mine, in_run);
+    wait_copies<0>();
+    store_output(a, state, total, query, run);
     __syncthreads();
   }
+  wait_copies<0>();
 }
 
 }  // namespace
 
-void launch_attend_tile(const Launcher &launcher, const AttendArgs &args) {
+bool launch_attend_tile(const Launcher &launcher, const AttendArgs &args) {
   const int group = args.place.n_heads / args.place.n_kv_heads, head_pad = args.place.kv.head_pad;
   const int n_tiles = (args.place.rows.n_rows * group + kQueriesOfCta - 1) / kQueriesOfCta;
   const int dims = head_pad <= 64 ? 64 : head_pad <= 128 ? 128 : 256;
-  const int nbytes = kQueriesOfCta * head_pad * 2 + 4 * TL_KEY_CHUNK * head_pad * 2 + dims / 16 * 8 * kTileThreads * 4;
-  const Shape shape{dim3(n_tiles, args.place.n_kv_heads), kTileThreads, nbytes, 1};
+  const int nbytes = kQueriesOfCta * head_pad * 2 + 4 * TL_KEY_CHUNK * head_pad * 2 + kQueriesOfCta * (int)sizeof(Query) + dims / 16 * 8 * kTileThreads * 4;
+  if (nbytes > launcher.context.max_shared_nbytes) return false;
+  const Shape shape{dim3(n_tiles * args.place.n_kv_heads), kTileThreads, nbytes, 1};
   const bool bf16 = args.place.kv.dtype == TL_BF16;
   switch (dims) {
-    case 64: return bf16 ? launcher.launch(attend_tile<Bf16, 64>, shape, args) : launcher.launch(attend_tile<F16, 64>, shape, args);
-    case 128: return bf16 ? launcher.launch(attend_tile<Bf16, 128>, shape, args) : launcher.launch(attend_tile<F16, 128>, shape, args);
-    default: return bf16 ? launcher.launch(attend_tile<Bf16, 256>, shape, args) : launcher.launch(attend_tile<F16, 256>, shape, args);
+    case 64: bf16 ? launcher.launch(attend_tile<Bf16, 64>, shape, args) : launcher.launch(attend_tile<F16, 64>, shape, args); break;
+    case 128: bf16 ? launcher.launch(attend_tile<Bf16, 128>, shape, args) : launcher.launch(attend_tile<F16, 128>, shape, args); break;
+    default: bf16 ? launcher.launch(attend_tile<Bf16, 256>, shape, args) : launcher.launch(attend_tile<F16, 256>, shape, args);
   }
+  return true;
 }
 
 }  // namespace tl

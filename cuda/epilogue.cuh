@@ -10,7 +10,8 @@ enum EpilogueKind {
   kToRows,      // out[row] = y
   kAddToRows,   // out[row] = addend[row] + y
   kActivate,    // operand[row] = act(y), or act(y of a gate panel) * (y of the up panel after it)
-  kToLogits     // out[row] = softcap(y * scale), without the padding
+  kToLogits,    // out[row] = softcap(y * scale), without the padding
+  kPlace        // heads of q, k and v to where attention reads them (place.cuh); by wgmma only
 };
 
 struct Epilogue {
@@ -46,7 +47,7 @@ TL_DEVICE void finish_output(const Epilogue &e, int row, int output, float y) {
   const int64_t at = (int64_t)row * e.stride + output;
   switch (e.kind) {
     case kToRows: e.out[at] = y; break;
-    case kAddToRows: e.out[at] = load_fresh(e.addend + at) + y; break;
+    case kAddToRows: e.out[at] = e.addend[at] + y; break;
     case kActivate: store_operand(e.operand, row, output, activate(e.act, y)); break;
     default:
       if (output < e.n_valid) e.out[at] = scale_softcap(y, e.scale, e.cap);

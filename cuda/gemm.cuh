@@ -3,6 +3,7 @@
 
 #include "epilogue.cuh"
 #include "launch.h"
+#include "place.cuh"
 
 namespace tl {
 
@@ -12,7 +13,11 @@ struct GemmArgs {
   int32_t n_rows;
   Operand source;     // tiles; plain float32 rows for float32 weights
   Epilogue epilogue;
+  PlaceArgs place;    // kPlace
 };
+
+// Whether a product's epilogue may be kPlace: its tiles are whole heads, and no norm goes over several.
+bool gemm_places(const tl_context &context, const Matrix &weight, const PlaceArgs &place);
 
 void launch_gemm(const Launcher &launcher, const GemmArgs &args);
 void launch_gemm_wgmma(const Launcher &launcher, const GemmArgs &args);  // no groups of int8 columns

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) gemm_f32(const GemmArgs g) {
     float total = 0.0f;
     for (int first = 0; first < n_in; first += TL_K_CHUNK) {
       float sum = 0.0f;
-      for (int k = first; k < min(first + TL_K_CHUNK, n_in); k++) sum = fmaf(w[(int64_t)k * kPanelRows], load_fresh(operand + k), sum);
+      for (int k = first; k < min(first + TL_K_CHUNK, n_in); k++) sum = fmaf(w[(int64_t)k * kPanelRows], operand[k], sum);
       total = total + sum;
     }
     return total;

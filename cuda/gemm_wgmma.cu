@@ -1,14 +1,15 @@
 // Matrix product for many batch rows on wgmma: 128 outputs x 32, 64 or 128 rows a CTA, weights in registers as the left
 // operand, float32 accumulators. Fused: int8 scales, bias and the epilogue.
 //
-// A producer warp keeps a ring of 64-column stages full by bulk copies; two consumer warpgroups each own 64 outputs, the
-// first the even panels and the second the odd ones, so that a gate and its up panel meet in threads of the same place.
-// Where tiles are too few for the device, a cluster shares out a tile's K-chunks: every CTA leaves the sums of its chunks
-// in shared memory, then each finishes a slice of the tile. Either way every chunk of TL_K_CHUNK columns is summed from
-// zero and the sums are added in index order, with the bits of gemv.cu.
+// A producer warp keeps a ring of 64-column stages full by bulk copies; two consumer warpgroups each own 64 outputs. Their
+// sums go to shared memory, row by row, and from there to where they belong. Where tiles are too few for the device, a
+// cluster shares out a tile's K-chunks: every CTA leaves the sums of each of its chunks, then each finishes some rows.
+// Either way every chunk of TL_K_CHUNK columns is summed from zero and the sums are added in index order, with the bits of
+// gemv.cu.
 #include <algorithm>
 
 #include "gemm.cuh"
+#include "tile_epilogue.cuh"
 #include "weights.cuh"
 #include "wgmma.cuh"
 
@@ -20,10 +21,12 @@ constexpr int kConsumers = 256, kCtaThreads = kConsumers + 128;  // the producer
 constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16, kChunkStages = TL_K_CHUNK / kStageColumns;
 constexpr int kGroupBytes = kStageColumns * 8 * 2;  // eight batch rows of a stage
 constexpr int kMaxStages = 8, kMaxCluster = 8;
+constexpr int kSumStride = kTileOutputs + 4;  // floats between rows of sums: a warp's stores meet every bank once
 
 struct WgmmaArgs {
   GemmArgs gemm;
-  int32_t n_stages;  // of the ring
+  int32_t n_stages;     // of the ring
+  int32_t most_chunks;  // of a CTA, where a cluster shares them out
 };
 
 template <class W, int N>
@@ -41,57 +44,59 @@ TL_BOTH Chunks chunks_of(int n_chunks, int rank, int n_ctas) { return {n_chunks 
 
 #if TL_WGMMA
 
-template <int N>
-struct Place {  // of value i of this consumer thread: an output and a batch row
-  int first_panel, first_row;
-  TL_DEVICE_MEMBER int output(int i) const {
-    return (first_panel + warp_id() % 4 * 2 + warp_id() / 4) * kPanelRows + lane_id() / 4 + i % 4 / 2 * 8;
-  }
-  TL_DEVICE_MEMBER int row(int i) const { return first_row + i / 4 * 8 + lane_id() % 4 * 2 + i % 2; }
-};
-
-// The producer: one lane requests the stages of the CTA's chunks, weights of the first round before the wait.
+// The producer warp requests the stages of the CTA's chunks: each lane a panel, the one after them the rows. What may be
+// read before the kernel before this one has ended, the weights, is asked for first.
 template <class W, int N>
 TL_DEVICE void produce(const WgmmaArgs &a, uint8_t *ring, uint64_t *full, uint64_t *empty, int first_panel, int first_group, int first, int end) {
   using S = Stage<W, N>;
   const GemmArgs &g = a.gemm;
   const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in);
   const int n_panels = min(kTilePanels, g.weight.n_out / kPanelRows - first_panel), n_groups = min(N / 8, g.source.n_groups - first_group);
+  const int lane = lane_id(), row_bytes = n_groups * kGroupBytes;
+  const uint8_t *weights = g.weight.data + (first_panel + lane) * panel_bytes;
+  const uint8_t *rows = (const uint8_t *)g.source.data + (int64_t)first_group * kGroupBytes;
+  const int64_t row_step = (int64_t)g.source.n_groups * kGroupBytes;
   const auto request_weights = [&](int stage, int slot) {
     const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
-    barrier_arrive_expecting(full + slot, n_panels * nbytes + n_groups * kGroupBytes);
-    for (int p = 0; p < n_panels; p++)
-      copy_bulk(ring + slot * S::kBytes + p * S::kPanelBytes, g.weight.data + (first_panel + p) * panel_bytes + (int64_t)stage * S::kPanelBytes, nbytes,
-                full + slot);
+    if (lane == 0) barrier_arrive_expecting(full + slot, n_panels * nbytes + row_bytes);
+    __syncwarp();
+    if (lane < n_panels) copy_bulk(ring + slot * S::kBytes + lane * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, full + slot);
   };
   const auto request_rows = [&](int stage, int slot) {
-    copy_bulk(ring + slot * S::kBytes + S::kWeightBytes, (const uint8_t *)g.source.data + ((int64_t)stage * g.source.n_groups + first_group) * kGroupBytes,
-              n_groups * kGroupBytes, full + slot);
+    if (lane == kTilePanels) copy_bulk(ring + slot * S::kBytes + S::kWeightBytes, rows + stage * row_step, row_bytes, full + slot);
   };
   const int n_early = min(a.n_stages, end - first);
   for (int s = 0; s < n_early; s++) request_weights(first + s, s);
   wait_for_previous_kernel();
   for (int s = 0; s < n_early; s++) request_rows(first + s, s);
-  for (int s = n_early; s < end - first; s++) {
-    const int slot = s % a.n_stages;
-    barrier_wait(empty + slot, (s / a.n_stages - 1) % 2);
-    request_weights(first + s, slot);
-    request_rows(first + s, slot);
+  int slot = 0, parity = 0;
+  for (int s = first + n_early; s < end; s++) {
+    barrier_wait(empty + slot, parity);
+    request_weights(s, slot);
+    request_rows(s, slot);
+    if (++slot == a.n_stages) slot = 0, parity ^= 1;
   }
 }
 
-// Consumes the stages of one chunk into `sum`; `s` counts the CTA's stages. While a stage's products run, the next one's
-// weights go to registers; a stage is free when the products after it have begun.
+// Where in the ring a consumer is.
+struct Ring {
+  int slot = 0, parity = 0;
+  TL_DEVICE_MEMBER void next(int n_stages) {
+    if (++slot == n_stages) slot = 0, parity ^= 1;
+  }
+};
+
+// Consumes the stages of one chunk into `sum`. While a stage's products run, the next one's weights go to registers; a
+// stage is free when the products after it have begun.
 template <class W, int N>
-TL_DEVICE void sum_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t *ring, uint64_t *full, uint64_t *empty, int panel, int &s) {
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t *ring, uint64_t *full, uint64_t *empty, int panel, Ring &at) {
   using S = Stage<W, N>;
   uint32_t w[2][kStageBlocks][4];
   int held = 0;
 #pragma unroll
   for (int j = 0; j < kChunkStages; j++) {
-    const int slot = s % a.n_stages;
-    barrier_wait(full + slot, s / a.n_stages % 2);
-    const uint8_t *stage = ring + slot * S::kBytes;
+    barrier_wait(full + at.slot, at.parity);
+    const uint8_t *stage = ring + at.slot * S::kBytes;
 #pragma unroll
     for (int b = 0; b < kStageBlocks; b++) W::load(w[j % 2][b], stage + panel * S::kPanelBytes + b * W::kBlockBytes);
     wgmma_fence();
@@ -103,8 +108,8 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t 
       wgmma_wait<1>();
       if (lane_id() == 0) barrier_arrive(empty + held);
     }
-    held = slot;
-    s++;
+    held = at.slot;
+    at.next(a.n_stages);
   }
   wgmma_wait<0>();
   accumulators_ready(sum);
@@ -114,12 +119,13 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t 
 // The same for a last chunk of n_blocks blocks, one product at a time.
 template <class W, int N>
 TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t *ring, uint64_t *full, uint64_t *empty, int panel, int n_blocks,
-                               int &s) {
+                               Ring &at) {
   using S = Stage<W, N>;
+#pragma unroll 1
   for (int b = 0; b < n_blocks; b++) {
-    const int slot = s % a.n_stages, in_stage = b % kStageBlocks;
-    if (in_stage == 0) barrier_wait(full + slot, s / a.n_stages % 2);
-    const uint8_t *stage = ring + slot * S::kBytes;
+    const int in_stage = b % kStageBlocks;
+    if (in_stage == 0) barrier_wait(full + at.slot, at.parity);
+    const uint8_t *stage = ring + at.slot * S::kBytes;
     uint32_t w[4];
     W::load(w, stage + panel * S::kPanelBytes + in_stage * W::kBlockBytes);
     accumulators_ready(sum);
@@ -129,77 +135,17 @@ TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const ui
     wgmma_wait<0>();
     accumulators_ready(sum);
     if (in_stage + 1 < kStageBlocks && b + 1 < n_blocks) continue;
-    if (lane_id() == 0) barrier_arrive(empty + slot);
-    s++;
+    if (lane_id() == 0) barrier_arrive(empty + at.slot);
+    at.next(a.n_stages);
   }
 }
 
-template <bool kScaled>
-TL_DEVICE float complete(const GemmArgs &g, int output, float y) {
-  if (output >= g.weight.n_out) return y;
-  if (kScaled) y = y * g.weight.scales[output];
-  return g.bias ? y + g.bias[output] : y;
-}
-
+// A consumer thread's sums to shared memory, rows kSumStride apart.
 template <int N>
-TL_DEVICE void hand_on(const GemmArgs &g, const Place<N> &place, int i, float y) {
-  if (place.row(i) < g.n_rows && place.output(i) < g.weight.n_out) finish_output(g.epilogue, place.row(i), place.output(i), y);
-}
-
-// A gate and an up value; both threads of a pair may call it, `gate_output` being the gate's.
-template <int N>
-TL_DEVICE void hand_on_gated(const GemmArgs &g, const Place<N> &place, int i, float gate, float up) {
-  const int gate_output = place.output(i) - warp_id() / 4 * kPanelRows;
-  if (place.row(i) < g.n_rows && gate_output < g.weight.n_out) finish_gated(g.epilogue, place.row(i), gate_output, gate, up);
-}
-
-// A whole tile in one CTA's registers. Gates and ups are exchanged: each warpgroup finishes half of the columns.
-template <class W, int N>
-TL_DEVICE void finish_tile(const GemmArgs &g, const Place<N> &place, float (&total)[N / 2], float *exchange) {
-  constexpr int kHalf = N / 4;
-  const int group = warp_id() / 4, thread = threadIdx.x % 128;
+TL_DEVICE void leave_sums(float *sums, const float (&sum)[N / 2], int panel) {
+  float *to = sums + panel * kPanelRows + lane_id() / 4 + lane_id() % 4 * 2 * kSumStride;
 #pragma unroll
-  for (int i = 0; i < N / 2; i++) total[i] = complete<W::kInt8>(g, place.output(i), total[i]);
-  if (g.epilogue.kind != kActivate || !g.epilogue.gated) {
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) hand_on(g, place, i, total[i]);
-    return;
-  }
-  sync_threads(1, kConsumers);  // the ring is free
-#pragma unroll
-  for (int i = 0; i < kHalf; i++) exchange[(group * kHalf + i) * 128 + thread] = group ? total[i] : total[kHalf + i];
-  sync_threads(1, kConsumers);
-#pragma unroll
-  for (int i = 0; i < kHalf; i++) {
-    const float other = exchange[((1 - group) * kHalf + i) * 128 + thread];
-    if (group == 0)
-      hand_on_gated(g, place, i, total[i], other);
-    else
-      hand_on_gated(g, place, kHalf + i, other, total[kHalf + i]);
-  }
-}
-
-// The tile's outputs from the chunk sums that the cluster's CTAs hold: sums[(chunk of the CTA, value, thread)].
-template <class W, int N>
-TL_DEVICE void finish_slice(const GemmArgs &g, const Place<N> &place, const float *sums, int n_chunks) {
-  const int n_ctas = cluster_size(), rank = cluster_rank(), partner = threadIdx.x % 128 + 128;
-  const bool gated = g.epilogue.kind == kActivate && g.epilogue.gated;
-  const auto total = [&](int i, int thread) {
-    float sum = 0.0f;
-    for (int owner = 0; owner < n_ctas; owner++) {
-      const Chunks c = chunks_of(n_chunks, owner, n_ctas);
-      const float *p = of_cluster_rank(sums + i * kConsumers + thread, owner);
-      for (int k = 0; k < c.end - c.first; k++) sum = sum + p[k * N / 2 * kConsumers];
-    }
-    return sum;
-  };
-  for (int i = N / 2 * rank / n_ctas; i < N / 2 * (rank + 1) / n_ctas; i++) {
-    const float y = complete<W::kInt8>(g, place.output(i), total(i, threadIdx.x));
-    if (!gated)
-      hand_on(g, place, i, y);
-    else if (threadIdx.x < 128)
-      hand_on_gated(g, place, i, y, complete<W::kInt8>(g, place.output(i) + kPanelRows, total(i, partner)));
-  }
+  for (int i = 0; i < N / 2; i++) to[(i / 4 * 8 + i % 2) * kSumStride + i % 4 / 2 * 8] = sum[i];
 }
 
 #endif
@@ -208,15 +154,18 @@ template <class W, int N>
 __global__ void __launch_bounds__(kCtaThreads, 1) gemm_wgmma(const WgmmaArgs a) {
 #if TL_WGMMA
   using S = Stage<W, N>;
+  constexpr int kSumFloats = N * kSumStride;
   const GemmArgs &g = a.gemm;
   uint8_t *ring = shared_memory<uint8_t>();
   uint64_t *full = (uint64_t *)(ring + a.n_stages * S::kBytes), *empty = full + kMaxStages;
-  float *sums = (float *)(empty + kMaxStages);
-  const int n_ctas = cluster_size(), rank = cluster_rank(), tile = blockIdx.x / n_ctas;
-  const int first_panel = blockIdx.y * kTilePanels, first_group = tile * (N / 8);
+  float *sums = (float *)(empty + kMaxStages), *scratch;
+  const int n_ctas = cluster_size(), rank = cluster_rank(), first_row = blockIdx.x / n_ctas * N;
+  const int first_panel = blockIdx.y * kTilePanels;
   const int n_blocks = pad16(g.weight.n_in) / 16, n_chunks = (n_blocks + TL_K_CHUNK / 16 - 1) / (TL_K_CHUNK / 16);
   const Chunks chunks = chunks_of(n_chunks, rank, n_ctas);
   const int first_stage = chunks.first * kChunkStages, end_stage = min(chunks.end * kChunkStages, (n_blocks + kStageBlocks - 1) / kStageBlocks);
+  if (n_ctas == 1) sums = (float *)ring;  // when the ring has been read
+  scratch = sums + (n_ctas == 1 ? 1 : a.most_chunks) * kSumFloats;
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.n_stages; s++) {
       barrier_init(full + s, 1);
@@ -229,37 +178,58 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_wgmma(const WgmmaArgs a) 
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
     give_registers<40>();
-    if (threadIdx.x == kConsumers) produce<W, N>(a, ring, full, empty, first_panel, first_group, first_stage, end_stage);
-    __syncwarp();
+    if (warp == kConsumers / 32) produce<W, N>(a, ring, full, empty, first_panel, first_row / 8, first_stage, end_stage);
+    if (n_ctas == 1) return;
+    cluster_sync();
+    cluster_sync();
   } else {
     take_registers<232>();
-    const Place<N> place{first_panel, first_group * 8};
-    const int panel = warp % 4 * 2 + warp / 4;
     float total[N / 2], sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) total[i] = sum[i] = 0.0f;
-    int s = 0;
+    Ring at;
+#pragma unroll 1
     for (int c = chunks.first; c < chunks.end; c++) {
       const int left = n_blocks - c * (TL_K_CHUNK / 16);
       if (left >= TL_K_CHUNK / 16)
-        sum_chunk<W, N>(sum, a, ring, full, empty, panel, s);
+        sum_chunk<W, N>(sum, a, ring, full, empty, warp, at);
       else
-        sum_short_chunk<W, N>(sum, a, ring, full, empty, panel, left, s);
+        sum_short_chunk<W, N>(sum, a, ring, full, empty, warp, left, at);
       if (n_ctas == 1) {
 #pragma unroll
         for (int i = 0; i < N / 2; i++) total[i] = total[i] + sum[i];
       } else {
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) sums[((c - chunks.first) * (N / 2) + i) * kConsumers + threadIdx.x] = sum[i];
+        leave_sums<N>(sums + (c - chunks.first) * kSumFloats, sum, warp);
       }
     }
     wait_for_previous_kernel();
-    if (n_ctas == 1) finish_tile<W, N>(g, place, total, (float *)ring);
+    if (n_ctas == 1) {
+      sync_threads(1, kConsumers);  // the ring has been read
+      leave_sums<N>(sums, total, warp);
+      sync_threads(1, kConsumers);
+    } else {
+      cluster_sync();
+    }
+    const int begin = N * rank / n_ctas, end = min(N * (rank + 1) / n_ctas, g.n_rows - first_row);
+    const TileRows<W::kInt8> rows{g, first_panel, first_row, begin + warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
+    rows.finish([&](int row) {
+      const float *own = sums + row * kSumStride + lane_id() * 4;
+      if (n_ctas == 1) return *(const float4 *)own;
+      float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+      for (int owner = 0; owner < n_ctas; owner++) {
+        const Chunks of = chunks_of(n_chunks, owner, n_ctas);
+        const float *p = of_cluster_rank(own, owner);
+#pragma unroll 1
+        for (int k = 0; k < of.end - of.first; k++) {
+          const float4 q = *(const float4 *)(p + k * kSumFloats);
+          y = make_float4(y.x + q.x, y.y + q.y, y.z + q.z, y.w + q.w);
+        }
+      }
+      return y;
+    });
+    if (n_ctas > 1) cluster_sync();  // no CTA leaves while another reads its sums
   }
-  if (n_ctas == 1) return;
-  cluster_sync();
-  if (threadIdx.x < kConsumers) finish_slice<W, N>(g, Place<N>{first_panel, first_group * 8}, sums, n_chunks);
-  cluster_sync();  // no CTA leaves while another reads its sums
 #endif
 }
 
@@ -267,18 +237,21 @@ constexpr int kBarrierBytes = 2 * kMaxStages * 8;
 
 template <class W, int N>
 void launch_tile(const Launcher &launcher, const GemmArgs &args) {
+  constexpr int kScratchBytes = kConsumers / 32 * kMaxHeadDim * 4, kSumBytes = N * kSumStride * 4;
   const int n_panels = args.weight.n_out / kPanelRows, n_row_tiles = (args.n_rows + N - 1) / N;
   const int n_tiles = (n_panels + kTilePanels - 1) / kTilePanels * n_row_tiles, n_chunks = (args.weight.n_in + TL_K_CHUNK - 1) / TL_K_CHUNK;
-  const auto sums_nbytes = [&](int cluster) { return cluster == 1 ? 0 : (n_chunks + cluster - 1) / cluster * (N / 2) * kConsumers * 4; };
+  const auto most_chunks = [&](int cluster) { return (n_chunks + cluster - 1) / cluster; };
+  const auto behind_ring = [&](int cluster) { return kBarrierBytes + (cluster == 1 ? 0 : most_chunks(cluster) * kSumBytes + kScratchBytes); };
   const auto n_stages = [&](int cluster) {
-    return std::min(kMaxStages, (launcher.context.max_shared_nbytes - kBarrierBytes - sums_nbytes(cluster)) / Stage<W, N>::kBytes);
+    return std::min(kMaxStages, (launcher.context.max_shared_nbytes - behind_ring(cluster)) / Stage<W, N>::kBytes);
   };
   int cluster = 1;
   for (int c = 2; c <= std::min(kMaxCluster, n_chunks) && n_tiles * c / 2 < launcher.context.n_multiprocessors / 2; c *= 2)
     if (n_stages(c) >= 3) cluster = c;
-  const WgmmaArgs a{args, n_stages(cluster)};
-  const int nbytes = a.n_stages * Stage<W, N>::kBytes + kBarrierBytes + sums_nbytes(cluster);
-  launcher.launch(gemm_wgmma<W, N>, Shape{dim3(n_row_tiles * cluster, (n_panels + kTilePanels - 1) / kTilePanels), kCtaThreads, nbytes, cluster}, a);
+  const WgmmaArgs a{args, n_stages(cluster), most_chunks(cluster)};
+  const int ring = a.n_stages * Stage<W, N>::kBytes;
+  static_assert(kSumBytes + kScratchBytes <= 4 * Stage<W, N>::kBytes, "the sums of a tile fit the ring");
+  launcher.launch(gemm_wgmma<W, N>, Shape{dim3(n_row_tiles * cluster, (n_panels + kTilePanels - 1) / kTilePanels), kCtaThreads, ring + behind_ring(cluster), cluster}, a);
 }
 
 template <class W>

@@ -20,8 +20,8 @@ struct GemvArgs {
   Epilogue epilogue;
 };
 
-// Bytes of shared memory that a product needs, round_panels being the choice that goes with them.
-int gemv_shared_nbytes(const tl_context &context, const GemvArgs &args, int *round_panels);
+// Sets round_panels, and gives the bytes of shared memory that the product then needs.
+int gemv_shared_nbytes(const tl_context &context, GemvArgs &args);
 void launch_gemv(const Launcher &launcher, const GemvArgs &args);
 
 }  // namespace tl

@@ -74,12 +74,9 @@ class Lowering {
   Path path_of(const tl_matrix &weight, int n_rows) const {
     if (weight.dtype == TL_F32) return Path::kF32;
     if (n_rows > kGemvRows) return Path::kGemm;
-    GemvArgs largest = {matrix_of(weight), nullptr, n_rows, 2, 0, {}, {}, {}};  // of what a phase may ask for
+    GemvArgs largest = {matrix_of(weight), x(0), n_rows, 2, 0, {}, {}, {}};  // of what a phase may ask for
     largest.epilogue.kind = kAddToRows;
-    largest.program.n_ops = n_rows == 1;
-    largest.program.dim = d_.dim;
-    int round_panels;
-    return gemv_shared_nbytes(p_.context, largest, &round_panels) <= p_.context.max_shared_nbytes ? Path::kGemv : Path::kGemm;
+    return gemv_shared_nbytes(p_.context, largest) <= p_.context.max_shared_nbytes ? Path::kGemv : Path::kGemm;
   }
 
   Operand operand_of(uint64_t offset, const tl_matrix &weight, int n_rows) const {
@@ -94,13 +91,13 @@ class Lowering {
       if (program) g.program = *program;
       return launch_gemv(launcher_, g);
     }
-    const GemmArgs g{weight, phase.bias, n_rows, source, epilogue};
+    const GemmArgs g{weight, phase.bias, n_rows, source, epilogue, place_};
     return phase.weight.dtype == TL_F32 ? launch_gemm_f32(launcher_, g) : launch_gemm(launcher_, g);
   }
 
   // A product of the program's result, normed where the phase has a norm, with e behind it where asked.
   void product_of_rows(const tl_phase &phase, int n_rows, const Epilogue &epilogue, bool keeps_x, bool with_e = false) {
-    const bool fused = n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv;
+    const bool fused = n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv && fits_gemv(program_);
     const int to = fused ? 1 - current_ : current_;  // CTAs that run the same program still read x
     const bool stores = keeps_x && changed_;
     if (stores) add_op(kRowStore, x(to), p_.dim_pad);
@@ -161,14 +158,9 @@ class Lowering {
   }
 
   void qkv(const tl_phase &f) {
-    Epilogue to_qkv = {};
-    to_qkv.kind = kToRows;
-    to_qkv.out = p_.buffer(p_.scratch.qkv);
-    to_qkv.stride = f.weight.n_out;
-    product_of_rows(f, n_rows_, to_qkv, true);
+    const uint64_t page = page_nbytes(d_, f.part), layers = d_.n_layers[f.part];
     place_ = {};
     place_.rows = Rows{b_.pos, b_.seq, b_.page_table, n_rows_, stage_, d_.table_stride};
-    const uint64_t page = page_nbytes(d_, f.part), layers = d_.n_layers[f.part];
     place_.kv = KvLayer{(uint8_t *)d_.kv_base[f.part], page, page / layers * f.layer, d_.kv_dtype, p_.head_pad};
     place_.qkv = p_.buffer(p_.scratch.qkv);
     place_.n_heads = d_.n_heads;
@@ -184,6 +176,12 @@ class Lowering {
     place_.sin = d_.rope_sin;
     place_.q = p_.memory + p_.scratch.q;
     place_.n_clamped = (unsigned long long *)(p_.memory + p_.scratch.n_clamped);
+    placed_ = path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
+    Epilogue to_qkv = {};
+    to_qkv.kind = placed_ ? kPlace : kToRows;
+    to_qkv.out = p_.buffer(p_.scratch.qkv);
+    to_qkv.stride = f.weight.n_out;
+    product_of_rows(f, n_rows_, to_qkv, true);
   }
 
   void attend(const tl_phase &f, const tl_phase &out) {
@@ -191,13 +189,13 @@ class Lowering {
     AttendArgs args = {};
     args.place = place_;
     args.window = a && w ? std::min(a, w) : a + w;
-    args.scale = 1.0f / __builtin_sqrtf((float)d_.head_dim);
+    args.scale = 1.44269504f / __builtin_sqrtf((float)d_.head_dim);
     args.out = operand_of(p_.scratch.attn, out.weight, n_rows_);
     args.place_here = n_rows_ == 1 && d_.qk_norm != TL_QK_NORM_FULL && d_.kv_dtype != TL_F32;
-    if (!args.place_here) launch_place(launcher_, place_);
+    if (!args.place_here && !placed_) launch_place(launcher_, place_);
     if (d_.kv_dtype == TL_F32) return launch_attend_f32(launcher_, args);
     constexpr int kEnoughTiles = 64;
-    if ((n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles && !b_.decode) return launch_attend_tile(launcher_, args);
+    if ((n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles && !b_.decode && launch_attend_tile(launcher_, args)) return;
     args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
     launch_attend_split(launcher_, args);
   }
@@ -249,7 +247,7 @@ class Lowering {
     to_logits.cap = f.softcap;
     product_of_rows(f, b_.n_out, to_logits, false);
     if (!b_.sampling) return;
-    SampleArgs s = {d_.vocab_size, b_.sampling, to_logits.out, p_.buffer(p_.scratch.sample_work), b_.sampled, b_.decode, nullptr, nullptr, {}};
+    SampleArgs s = {d_.vocab_size, b_.sampling, to_logits.out, p_.buffer(p_.scratch.sample_work), b_.sampled, b_.decode, nullptr, nullptr, {}, 0};
     if (b_.decode) s.token = const_cast<int32_t *>(b_.token), s.pos = const_cast<int32_t *>(b_.pos);
     launch_sample(launcher_, b_.n_out, s);
   }
@@ -263,7 +261,8 @@ class Lowering {
   int current_ = 0;       // which of the two x buffers holds x
   RowProgram program_{};  // from what is in memory to what x is by now
   bool changed_ = false;  // whether that differs
-  PlaceArgs place_{};
+  PlaceArgs place_{};     // of the latest QKV phase
+  bool placed_ = false;   // whether its product has done the work already
 };
 
 }  // namespace

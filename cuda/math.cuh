@@ -73,7 +73,7 @@ TL_DEVICE float block_sum(float x, float *partial) {
   return ((partial[0] + partial[1]) + (partial[2] + partial[3])) + ((partial[4] + partial[5]) + (partial[6] + partial[7]));
 }
 
-// 1 / sqrt(mean of squares + eps)
-TL_DEVICE float inverse_rms(float sum_of_squares, int n, float eps) { return 1.0f / sqrtf(sum_of_squares / (float)n + eps); }
+// 1 / sqrt(mean of squares + eps), two units in the last place
+TL_DEVICE float inverse_rms(float sum_of_squares, int n, float eps) { return rsqrtf(__fdividef(sum_of_squares, (float)n) + eps); }
 
 }  // namespace tl

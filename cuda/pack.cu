@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) read(const ReadArgs a) {
 #pragma unroll
       for (int j = 0; j < 4; j++)
         if (i + j * step < a.n) {
-          const uint4 v = load_fresh(a.data + i + j * step);
+          const uint4 v = a.data[i + j * step];
           seen ^= v.x ^ v.y ^ v.z ^ v.w;
         }
   if (seen == 0x12345678u && a.sink) *a.sink = seen;

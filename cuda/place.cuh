@@ -34,44 +34,81 @@ TL_DEVICE int page_of(const Rows &r, int seq, int pos) {
   return r.page_table[seq][(int64_t)r.stage * r.table_stride + pos / TL_PAGE_POSITIONS];
 }
 
-// Reads, norms and turns one head; `v` is the warp's kMaxHeadDim floats, complete for all lanes on return.
-// full_inverse: 1 / rms over all heads of q or k, for TL_QK_NORM_FULL.
-TL_DEVICE void finish_head(const PlaceArgs &a, int row, int head, int pos, float full_inverse, float *v) {
-  const int head_pad = a.kv.head_pad, lane = lane_id(), n_qk = a.n_heads + a.n_kv_heads;
-  const float *from = a.qkv + ((int64_t)row * (n_qk + a.n_kv_heads) + head) * head_pad;
-  float x[kMaxHeadDim / 32];
+// A lane owns pairs of a head's values: pair i is what RoPE turns together for i < rotary_dim / 2, and two neighbours behind.
+constexpr int kLanePairs = kMaxHeadDim / 64;
+
+struct Pairs {
+  float a[kLanePairs], b[kLanePairs];
+};
+
+struct PairIndex {
+  int a, b;
+};
+
+TL_DEVICE PairIndex pair_index(const PlaceArgs &p, int i) {
+  if (p.interleaved || i >= p.rotary_dim / 2) return {2 * i, 2 * i + 1};
+  return {i, i + p.rotary_dim / 2};
+}
+
+// Cosines and sines of this lane's pairs at a position; (1, 0) behind those that turn.
+TL_DEVICE void load_angles(Pairs &angle, const PlaceArgs &p, int pos) {
+  const int half = p.rotary_dim / 2;
 #pragma unroll
-  for (int i = 0; i < kMaxHeadDim / 32; i++) x[i] = lane + 32 * i < head_pad ? load_fresh(from + lane + 32 * i) : 0.0f;
-  const bool is_q = head < a.n_heads;
-  if (a.qk_norm != TL_QK_NORM_NONE && head < n_qk) {
-    const float *weight = is_q ? a.q_norm : a.k_norm;
+  for (int j = 0; j < kLanePairs; j++) {
+    const int i = lane_id() + 32 * j;
+    angle.a[j] = i < half ? p.cos[(int64_t)pos * half + i] : 1.0f;
+    angle.b[j] = i < half ? p.sin[(int64_t)pos * half + i] : 0.0f;
+  }
+}
+
+// Reads one head of head_pad values from `from`, norms and turns it; `v` is the warp's kMaxHeadDim floats, complete for
+// all lanes on return. full_inverse: 1 / rms over all heads of q or k, for TL_QK_NORM_FULL.
+TL_DEVICE void finish_head(const PlaceArgs &p, const float *from, int head, const Pairs &angle, float full_inverse, float *v) {
+  const int n_pairs = p.kv.head_pad / 2, lane = lane_id(), n_qk = p.n_heads + p.n_kv_heads;
+  Pairs x;
+#pragma unroll
+  for (int j = 0; j < kLanePairs; j++) {
+    const int i = lane + 32 * j;
+    const PairIndex at = pair_index(p, i);
+    x.a[j] = i < n_pairs ? from[at.a] : 0.0f;
+    x.b[j] = i < n_pairs ? from[at.b] : 0.0f;
+  }
+  const bool is_q = head < p.n_heads;
+  if (p.qk_norm != TL_QK_NORM_NONE && head < n_qk) {
+    const float *weight = is_q ? p.q_norm : p.k_norm;
     float inverse = full_inverse;
-    if (a.qk_norm == TL_QK_NORM_FULL) {
-      weight += (is_q ? head : head - a.n_heads) * a.head_dim;
+    if (p.qk_norm == TL_QK_NORM_FULL) {
+      weight += (is_q ? head : head - p.n_heads) * p.head_dim;
     } else {
       float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kMaxHeadDim / 32; i++) sum = fmaf(x[i], x[i], sum);  // the padding is zero
-      inverse = inverse_rms(warp_sum(sum), a.head_dim, a.eps);
+      for (int j = 0; j < kLanePairs; j++) sum = fmaf(x.b[j], x.b[j], fmaf(x.a[j], x.a[j], sum));  // the padding is zero
+      inverse = inverse_rms(warp_sum(sum), p.head_dim, p.eps);
     }
 #pragma unroll
-    for (int i = 0; i < kMaxHeadDim / 32; i++)
-      if (lane + 32 * i < a.head_dim) x[i] = x[i] * inverse * weight[lane + 32 * i];
+    for (int j = 0; j < kLanePairs; j++) {
+      const PairIndex at = pair_index(p, lane + 32 * j);
+      if (2 * (lane + 32 * j) >= p.head_dim) break;
+      x.a[j] = x.a[j] * inverse * weight[at.a];
+      x.b[j] = x.b[j] * inverse * weight[at.b];
+    }
   }
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < kMaxHeadDim / 32; i++)
-    if (lane + 32 * i < head_pad) v[lane + 32 * i] = x[i];
-  __syncwarp();
-  if (!a.rotary_dim || head >= n_qk) return;
-  const int half = a.rotary_dim / 2;
-  for (int i = lane; i < half; i += 32) {
-    float *first = v + (a.interleaved ? 2 * i : i), *second = v + (a.interleaved ? 2 * i + 1 : half + i);
-    const float c = a.cos[(int64_t)pos * half + i], s = a.sin[(int64_t)pos * half + i], x0 = *first, x1 = *second;
-    *first = fmaf(x0, c, -(x1 * s));
-    *second = fmaf(x1, c, x0 * s);
+  for (int j = 0; j < kLanePairs; j++) {
+    const int i = lane + 32 * j;
+    if (i >= n_pairs) break;
+    const PairIndex at = pair_index(p, i);
+    const bool turns = head < n_qk && i < p.rotary_dim / 2;
+    v[at.a] = turns ? fmaf(x.a[j], angle.a[j], -(x.b[j] * angle.b[j])) : x.a[j];
+    v[at.b] = turns ? fmaf(x.b[j], angle.a[j], x.a[j] * angle.b[j]) : x.b[j];
   }
   __syncwarp();
+}
+
+// Where a head of a row comes from.
+TL_DEVICE const float *raw_head(const PlaceArgs &p, int row, int head) {
+  return p.qkv + ((int64_t)row * (p.n_heads + 2 * p.n_kv_heads) + head) * p.kv.head_pad;
 }
 
 // Eight values, rounded to a 16-bit KV type.
@@ -85,6 +122,24 @@ TL_DEVICE void count_clamped(const PlaceArgs &a, const float *v) {
 #pragma unroll
   for (int i = 0; i < 8; i += 2) n += F16::n_clamped(v[i], v[i + 1]);
   if (n) atomicAdd(a.n_clamped, (unsigned long long)n);
+}
+
+// Hands eight finished dims of a head on: q to its buffer, k and v to the page, which is below 0 where the row does nothing.
+TL_DEVICE void store_eight(const PlaceArgs &a, int row, int head, int dim, const float *v, int page, int slot) {
+  const int n_qk = a.n_heads + a.n_kv_heads, head_pad = a.kv.head_pad;
+  if (head >= a.n_heads && page < 0) return;
+  uint8_t *to = head < a.n_heads ? (uint8_t *)a.q + ((int64_t)row * a.n_heads + head) * head_pad * kv_element_nbytes(a.kv.dtype)
+                : head < n_qk    ? k_of(a.kv, page, head - a.n_heads)
+                                 : v_of(a.kv, page, head - n_qk);
+  if (a.kv.dtype == TL_F32) {
+    float *p = (float *)to + (head < a.n_heads ? 0 : slot * head_pad) + dim;
+#pragma unroll
+    for (int i = 0; i < 8; i++) p[i] = v[i];
+    return;
+  }
+  const int at = head < a.n_heads ? dim : head < n_qk ? k_index(slot, dim) : v_index(slot, dim);
+  *(uint4 *)((uint16_t *)to + at) = round_eight(a.kv.dtype, v);
+  if (head >= a.n_heads) count_clamped(a, v);
 }
 
 void launch_place(const Launcher &launcher, const PlaceArgs &args);

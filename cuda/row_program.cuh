@@ -1,6 +1,7 @@
 // Operations on whole rows of the residual stream, as a short program that one CTA runs for one row: embedding, initial
 // state, additions and RMSNorms in any order, then the rounding to the operand of the next matrix product. The same code
-// runs in a kernel of its own (rows.cu) and at the head of the one-row product (gemv.cu), in float32.
+// runs in a kernel of its own (rows.cu) and at the head of the one-row product (gemv.cu), in float32 registers: a thread
+// owns the values 4 f .. 4 f + 3 for f = thread, thread + kThreads, ...
 #pragma once
 
 #include "math.cuh"
@@ -8,7 +9,7 @@
 
 namespace tl {
 
-enum RowOpKind { kRowLoad, kRowEmbed, kRowZero, kRowNoise, kRowAdd, kRowNorm, kRowStore };
+enum RowOpKind { kRowLoad, kRowAdd, kRowNorm, kRowStore, kRowEmbed, kRowZero, kRowNoise };
 
 struct RowOp {
   int32_t kind;
@@ -19,6 +20,7 @@ struct RowOp {
 };
 
 constexpr int kMaxRowOps = 12;
+constexpr int kGemvQuads = 4, kMaxQuads = 8;  // most quads of a thread: at the head of a product, in a kernel of its own
 
 struct RowProgram {
   int32_t n_ops, dim;
@@ -32,23 +34,28 @@ struct RowProgram {
   int32_t tail_stride;
 };
 
-// A thread owns the values 4 f .. 4 f + 3 for f = thread, thread + kThreads, ...
-template <class Body>
-TL_DEVICE void for_own_quads(int n, Body body) {
-  for (int i = 4 * threadIdx.x; i < n; i += 4 * kThreads) body(i);
+// Whether a program may run at the head of a product.
+inline bool fits_gemv(const RowProgram &p) {
+  for (int o = 0; o < p.n_ops; o++)
+    if (p.op[o].kind > kRowStore || p.op[o].stride % 4 || (uint64_t)p.op[o].p % 16) return false;
+  return p.dim % 4 == 0 && p.dim <= 4 * kThreads * kGemvQuads;
 }
 
-// Four values from i on, zeros from n on. Rows may be an earlier kernel's, so past L1.
+TL_DEVICE int quad_index(int j) { return 4 * ((int)threadIdx.x + kThreads * j); }
+
+// Four values from i on, zeros from n on. kAligned: n and p are multiples of four.
+template <bool kAligned>
 TL_DEVICE float4 load_quad(const float *p, int i, int n) {
-  if (i + 3 < n && (uint64_t)(p + i) % 16 == 0) return load_fresh((const float4 *)(p + i));
+  if (kAligned || (i + 3 < n && (uint64_t)(p + i) % 16 == 0)) return *(const float4 *)(p + i);
   float v[4];
 #pragma unroll
-  for (int j = 0; j < 4; j++) v[j] = i + j < n ? load_fresh(p + i + j) : 0.0f;
+  for (int j = 0; j < 4; j++) v[j] = i + j < n ? p[i + j] : 0.0f;
   return make_float4(v[0], v[1], v[2], v[3]);
 }
 
+template <bool kAligned>
 TL_DEVICE void store_quad(float *p, int i, int n, float4 v) {
-  if (i + 3 < n && (uint64_t)(p + i) % 16 == 0) {
+  if (kAligned || (i + 3 < n && (uint64_t)(p + i) % 16 == 0)) {
     *(float4 *)(p + i) = v;
     return;
   }
@@ -56,6 +63,12 @@ TL_DEVICE void store_quad(float *p, int i, int n, float4 v) {
 #pragma unroll
   for (int j = 0; j < 4; j++)
     if (i + j < n) p[i + j] = a[j];
+}
+
+template <int kQuads, bool kAligned>
+TL_DEVICE void load_quads(float4 (&q)[kQuads], const float *p, int n) {
+#pragma unroll
+  for (int j = 0; j < kQuads; j++) q[j] = quad_index(j) < n ? load_quad<kAligned>(p, quad_index(j), n) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 TL_DEVICE float embedding_value(const Matrix &m, int row, int column) {
@@ -68,133 +81,114 @@ TL_DEVICE float embedding_value(const Matrix &m, int row, int column) {
 
 TL_DEVICE float4 embedding_quad(const Matrix &m, int row, int i, float factor) {
   float v[4];
-#pragma unroll
+#pragma unroll 1
   for (int j = 0; j < 4; j++) v[j] = i + j < m.n_in ? embedding_value(m, row, i + j) * factor : 0.0f;
   return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-TL_DEVICE float4 noise_quad(uint64_t seed, int pos, int i, float std) {
+TL_DEVICE float4 noise_quad(uint64_t seed, int pos, int i, int n, float std) {
   uint32_t word[4];
+  float v[4];
   philox4x32((uint32_t)(i / 4), (uint32_t)pos, kPhiloxState, 0, seed, word);
-  return make_float4(std * truncated_normal(unit_interval(word[0])), std * truncated_normal(unit_interval(word[1])),
-                     std * truncated_normal(unit_interval(word[2])), std * truncated_normal(unit_interval(word[3])));
+#pragma unroll 1
+  for (int j = 0; j < 4; j++) v[j] = i + j < n ? std * truncated_normal(unit_interval(word[j])) : 0.0f;
+  return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// Own quads again, four at a time: load(i) of each comes first, then use(i, loaded), so that the loads run side by side.
-template <class Load, class Use>
-TL_DEVICE void for_loaded_quads(int n, Load load, Use use) {
-  for (int first = 4 * threadIdx.x; first < n; first += 16 * kThreads) {
-    float4 q[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (first + 4 * kThreads * j < n) q[j] = load(first + 4 * kThreads * j);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (first + 4 * kThreads * j < n) use(first + 4 * kThreads * j, q[j]);
-  }
-}
-
-// A thread's own weights of the program's last norm, loaded before the kernel may read what others wrote.
-struct EarlyWeights {
+// What a program needs of weights that never change: its last norm's, loaded before the kernel may read what others wrote.
+template <int kQuads, bool kAligned>
+struct EarlyNorm {
   const float *of = nullptr;
-  float4 q[4];
-
+  float4 q[kQuads];
   TL_DEVICE_MEMBER void load(const RowProgram &p) {
-    if (!p.n_ops || p.op[p.n_ops - 1].kind != kRowNorm || p.dim > 16 * kThreads) return;
+    if (!p.n_ops || p.op[p.n_ops - 1].kind != kRowNorm) return;
     of = p.op[p.n_ops - 1].p;
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (4 * (int)threadIdx.x + 4 * kThreads * j < p.dim) q[j] = load_quad(of, 4 * threadIdx.x + 4 * kThreads * j, p.dim);
+    load_quads<kQuads, kAligned>(q, of, p.dim);
   }
 };
 
-// v = weight * v / rms(v) over n values in shared memory. `partial`: kWarps floats that no other norm in flight uses.
-TL_DEVICE void norm_row(float *v, int n, float eps, const float *weight, float *partial, const EarlyWeights &early) {
+// v = weight * v / rms(v); `partial`: kWarps shared floats that no other norm in flight uses.
+template <int kQuads, bool kAligned>
+TL_DEVICE void norm_quads(float4 (&v)[kQuads], const RowProgram &p, const float *weight, float *partial, const EarlyNorm<kQuads, kAligned> &early) {
+  float4 w[kQuads];
+  if (weight != early.of) load_quads<kQuads, kAligned>(w, weight, p.dim);
   float sum = 0.0f;
-  for_own_quads(n, [&](int i) {
-    const float4 q = *(const float4 *)(v + i);  // beyond n: zeros
-    sum = fmaf(q.w, q.w, fmaf(q.z, q.z, fmaf(q.y, q.y, fmaf(q.x, q.x, sum))));
-  });
-  const float inverse = inverse_rms(block_sum(sum, partial), n, eps);
-  const auto scale = [&](int i, float4 w) {
-    const float4 q = *(const float4 *)(v + i);
-    *(float4 *)(v + i) = make_float4(q.x * inverse * w.x, q.y * inverse * w.y, q.z * inverse * w.z, q.w * inverse * w.w);
-  };
-  if (weight != early.of) return for_loaded_quads(n, [&](int i) { return load_quad(weight, i, n); }, scale);
 #pragma unroll
-  for (int j = 0; j < 4; j++)
-    if (4 * (int)threadIdx.x + 4 * kThreads * j < n) scale(4 * threadIdx.x + 4 * kThreads * j, early.q[j]);
+  for (int j = 0; j < kQuads; j++)
+    if (quad_index(j) < p.dim) sum = fmaf(v[j].w, v[j].w, fmaf(v[j].z, v[j].z, fmaf(v[j].y, v[j].y, fmaf(v[j].x, v[j].x, sum))));
+  const float inverse = inverse_rms(block_sum(sum, partial), p.dim, p.eps);
+#pragma unroll
+  for (int j = 0; j < kQuads; j++) {
+    if (quad_index(j) >= p.dim) break;
+    const float4 s = weight == early.of ? early.q[j] : w[j];
+    v[j] = make_float4(v[j].x * inverse * s.x, v[j].y * inverse * s.y, v[j].z * inverse * s.z, v[j].w * inverse * s.w);
+  }
 }
 
-// Floats of shared memory that a program needs: the row, and partial sums of two norms in turn.
-TL_BOTH int row_program_floats(int dim) { return pad16(dim) + 2 * kWarps; }
-
-// Runs the program for one row; each thread is left with its own values in `v` (padding zero). Stores only where `storing`.
-TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float *v, const EarlyWeights &early) {
-  const int n = p.dim, width = pad16(n);
-  float *partial = v + width;
+// Runs the program for one row, leaving each thread's values in `v` (padding zero); stores only where `storing`. kPlain:
+// the program passes fits_gemv. `partial`: 2 * kWarps shared floats.
+template <int kQuads, bool kPlain>
+TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float4 (&v)[kQuads], float *partial, const EarlyNorm<kQuads, kPlain> &early) {
+  const int n = p.dim, from = p.source_row ? p.source_row[row] : row;
   int n_norms = 0;
+#pragma unroll 1
   for (int o = 0; o < p.n_ops; o++) {
     const RowOp &op = p.op[o];
-    const int64_t from = p.source_row && (op.kind == kRowLoad || op.kind == kRowAdd) ? load_fresh(p.source_row + row) : row;
-    const float *rows = op.p + from * op.stride;
-    switch (op.kind) {
-      case kRowLoad:
-        for_loaded_quads(
-            width, [&](int i) { return load_quad(rows, i, n); }, [&](int i, float4 q) { *(float4 *)(v + i) = q; });
-        break;
-      case kRowEmbed: {
-        const int token = load_fresh(p.token + row);
-        for_own_quads(width, [&](int i) { *(float4 *)(v + i) = embedding_quad(p.embedding, token, i, op.factor); });
-        break;
+    if (op.kind == kRowLoad) {
+      load_quads<kQuads, kPlain>(v, op.p + (int64_t)from * op.stride, n);
+    } else if (op.kind == kRowAdd) {
+      float4 b[kQuads];
+      load_quads<kQuads, kPlain>(b, op.p + (int64_t)from * op.stride, n);
+#pragma unroll
+      for (int j = 0; j < kQuads; j++) v[j] = make_float4(v[j].x + b[j].x, v[j].y + b[j].y, v[j].z + b[j].z, v[j].w + b[j].w);
+    } else if (op.kind == kRowNorm) {
+      norm_quads(v, p, op.p, partial + n_norms++ % 2 * kWarps, early);
+    } else if (op.kind == kRowStore) {
+      float *to = const_cast<float *>(op.p) + (int64_t)row * op.stride;
+#pragma unroll
+      for (int j = 0; j < kQuads; j++)
+        if (storing && quad_index(j) < n) store_quad<kPlain>(to, quad_index(j), n, v[j]);
+    } else if (!kPlain) {
+#pragma unroll 1
+      for (int i = quad_index(0); i < n; i += 4 * kThreads) {
+        float4 q = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (op.kind == kRowEmbed) q = embedding_quad(p.embedding, p.token[row], i, op.factor);
+        if (op.kind == kRowNoise) q = noise_quad(op.seed, p.pos[row], i, n, op.factor);
+#pragma unroll
+        for (int j = 0; j < kQuads; j++)
+          if (quad_index(j) == i) v[j] = q;
       }
-      case kRowZero:
-        for_own_quads(width, [&](int i) { *(float4 *)(v + i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f); });
-        break;
-      case kRowNoise: {
-        const int pos = load_fresh(p.pos + row);
-        for_own_quads(width, [&](int i) {
-          const float4 q = noise_quad(op.seed, pos, i, op.factor);
-          *(float4 *)(v + i) = make_float4(i < n ? q.x : 0.0f, i + 1 < n ? q.y : 0.0f, i + 2 < n ? q.z : 0.0f, i + 3 < n ? q.w : 0.0f);
-        });
-        break;
-      }
-      case kRowAdd:
-        for_loaded_quads(
-            n, [&](int i) { return load_quad(rows, i, n); },
-            [&](int i, float4 b) {
-              const float4 a = *(const float4 *)(v + i);
-              *(float4 *)(v + i) = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-            });
-        break;
-      case kRowNorm: norm_row(v, n, p.eps, op.p, partial + n_norms++ % 2 * kWarps, early); break;
-      default:  // kRowStore
-        if (storing) for_own_quads(n, [&](int i) { store_quad((float *)rows, i, n, *(const float4 *)(v + i)); });
     }
   }
 }
 
-// Rounds each thread's own values, and the tail, to the operand: put(column, pair of values) for even columns.
-template <class Put>
-TL_DEVICE void emit_operand(const RowProgram &p, int row, const float *v, Put put) {
+// Rounds each thread's own values, and the tail, to the operand: put(column, lo, hi, count) for pairs at even columns,
+// or single values (count 1) at any; the padding to sixteen columns is zero.
+template <int kQuads, bool kPlain, class Put>
+TL_DEVICE void emit_operand(const RowProgram &p, int row, const float4 (&v)[kQuads], Put put) {
   const int n = p.dim, n_in = p.tail ? 2 * n : n;
-  if (!p.tail) {
-    for_own_quads(pad16(n), [&](int i) {
-      const float4 q = *(const float4 *)(v + i);
-      put(i, q.x, q.y);
-      put(i + 2, q.z, q.w);
-    });
-    return;
-  }
-  // The tail may begin inside a quad: pairs are put together from any thread's values.
-  __syncthreads();
-  const float *tail = p.tail + (int64_t)row * p.tail_stride;
-  for (int k = 2 * threadIdx.x; k < pad16(n_in); k += 2 * kThreads) {
-    float x[2];
+  const auto put_quad = [&](int column, int i, float4 q) {
+    if (n % 4 == 0) {
+      put(column, q.x, q.y, 2);
+      put(column + 2, q.z, q.w, 2);
+      return;
+    }
+    const float a[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-    for (int j = 0; j < 2; j++) x[j] = k + j < n ? v[k + j] : k + j < n_in ? load_fresh(tail + k + j - n) : 0.0f;
-    put(k, x[0], x[1]);
+    for (int k = 0; k < 4; k++)
+      if (i + k < n) put(column + k, a[k], 0.0f, 1);
+  };
+#pragma unroll
+  for (int j = 0; j < kQuads; j++)
+    if (quad_index(j) < n) put_quad(quad_index(j), quad_index(j), v[j]);
+  if (p.tail) {
+    float4 t[kQuads];
+    load_quads<kQuads, kPlain>(t, p.tail + (int64_t)row * p.tail_stride, n);
+#pragma unroll
+    for (int j = 0; j < kQuads; j++)
+      if (quad_index(j) < n) put_quad(n + quad_index(j), quad_index(j), t[j]);
   }
+  if ((int)threadIdx.x < pad16(n_in) - n_in) put(n_in + threadIdx.x, 0.0f, 0.0f, 1);
 }
 
 }  // namespace tl

@@ -6,29 +6,37 @@
 namespace tl {
 namespace {
 
-__global__ void __launch_bounds__(kThreads) run_rows(const RowsArgs a) {
-  float *v = shared_memory<float>();
-  let_next_kernel_start();
-  EarlyWeights early;
-  early.load(a.program);
-  wait_for_previous_kernel();
+template <int kQuads>
+__global__ void __launch_bounds__(kThreads, kQuads == kGemvQuads ? 4 : 1) run_rows(const RowsArgs a) {
+  float *partial = shared_memory<float>();
   const int row = blockIdx.x;
-  run_row_program(a.program, row, true, v, early);
-  if (a.operand.data)
-    emit_operand(a.program, row, v, [&](int column, float lo, float hi) { store_operand_pair(a.operand, row, column, lo, hi); });
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  float4 v[kQuads];
+  run_row_program<kQuads, false>(a.program, row, true, v, partial, EarlyNorm<kQuads, false>());
+  if (!a.operand.data) return;
+  emit_operand<kQuads, false>(a.program, row, v, [&](int column, float lo, float hi, int count) {
+    if (count == 2)
+      store_operand_pair(a.operand, row, column, lo, hi);
+    else
+      store_operand(a.operand, row, column, lo);
+  });
 }
 
 __global__ void __launch_bounds__(kThreads) copy_rows(const CopyArgs a) {
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const float *from = a.from + (int64_t)load_fresh(a.source_row + blockIdx.x) * a.stride;
-  for (int i = threadIdx.x; i < a.dim; i += kThreads) a.to[(int64_t)blockIdx.x * a.dim + i] = load_fresh(from + i);
+  const float *from = a.from + (int64_t)a.source_row[blockIdx.x] * a.stride;
+  for (int i = threadIdx.x; i < a.dim; i += kThreads) a.to[(int64_t)blockIdx.x * a.dim + i] = from[i];
 }
 
 }  // namespace
 
 void launch_rows(const Launcher &launcher, int n_rows, const RowsArgs &args) {
-  launcher.launch(run_rows, Shape{dim3(n_rows), kThreads, row_program_floats(args.program.dim) * 4, 1}, args);
+  const Shape shape{dim3(n_rows), kThreads, 2 * kWarps * 4, 1};
+  if (args.program.dim <= 4 * kThreads * kGemvQuads) return launcher.launch(run_rows<kGemvQuads>, shape, args);
+  if (args.program.dim > 4 * kThreads * kMaxQuads) throw std::length_error("rows are longer than this build's kernels take");
+  launcher.launch(run_rows<kMaxQuads>, shape, args);
 }
 
 void launch_copy_rows(const Launcher &launcher, int n, const CopyArgs &args) {

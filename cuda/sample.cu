@@ -20,6 +20,7 @@ struct Shared {
   uint64_t list[kListSize];  // falling
   unsigned long long reduced[kSampleThreads / 32];
   int32_t n_list;
+  // then, where it fits, the row and its bitmap
 };
 
 // Rises with the value, then falls with the id; NaN comes last.
@@ -59,7 +60,7 @@ struct Source {
   const float *z;
   int n;
   const uint64_t *list;  // NULL: the row
-  TL_DEVICE_MEMBER uint64_t key(int i) const { return list ? list[i] : key_of(load_fresh(z + i), i); }
+  TL_DEVICE_MEMBER uint64_t key(int i) const { return list ? list[i] : key_of(z[i], i); }
 };
 
 // The largest bound such that the weights of the keys from it on reach `target` (above 0); 0 where all fall short.
@@ -128,22 +129,36 @@ TL_DEVICE void sort_list(Shared &s) {
   __syncthreads();
 }
 
-// Bias and penalty, on a copy of the row.
-TL_DEVICE const float *adjusted_row(const tl_sampling &s, const float *logits, int n, float *work) {
-  if (!s.n_bias && s.repetition_penalty == 1.0f) return logits;
-  uint32_t *seen = (uint32_t *)(work + n);
-  for (int i = threadIdx.x; i < n; i += kSampleThreads) work[i] = load_fresh(logits + i);
+// The row with bias and penalty, in `copy`, with a bitmap behind it; without either the row itself where `copy` is not wanted.
+TL_DEVICE const float *prepared_row(const tl_sampling &s, const float *logits, int n, float *copy, bool wanted) {
+  if (!wanted && !s.n_bias && s.repetition_penalty == 1.0f) return logits;
+  uint32_t *seen = (uint32_t *)(copy + n);
+#pragma unroll 8
+  for (int i = threadIdx.x; i < n; i += kSampleThreads) copy[i] = logits[i];
+  if (!s.n_bias && s.repetition_penalty == 1.0f) return copy;  // each thread looks at its own
   for (int i = threadIdx.x; i < (n + 31) / 32; i += kSampleThreads) seen[i] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < s.n_bias; i += kSampleThreads) work[s.bias_ids[i]] = work[s.bias_ids[i]] + s.bias_values[i];
+  for (int i = threadIdx.x; i < s.n_bias; i += kSampleThreads) copy[s.bias_ids[i]] = copy[s.bias_ids[i]] + s.bias_values[i];
   __syncthreads();
   for (int i = threadIdx.x; i < s.n_history && s.repetition_penalty != 1.0f; i += kSampleThreads) {
-    const int id = load_fresh(s.history + i);
+    const int id = s.history[i];
     if (atomicOr(seen + id / 32, 1u << id % 32) >> id % 32 & 1) continue;
-    work[id] = work[id] > 0.0f ? work[id] / s.repetition_penalty : work[id] * s.repetition_penalty;
+    copy[id] = copy[id] > 0.0f ? copy[id] / s.repetition_penalty : copy[id] * s.repetition_penalty;
   }
   __syncthreads();
-  return work;
+  return copy;
+}
+
+// The key of this thread's best value; 0 where it has none.
+TL_DEVICE uint64_t own_best_key(const float *z, int n) {
+  float best = -INFINITY;
+  int at = -1;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < n; i += kSampleThreads) {
+    const float x = z[i];
+    if (x > best || at < 0) best = x, at = i;
+  }
+  return at < 0 ? 0 : key_of(best, at);
 }
 
 // The keys of at least the `wanted` best of the row, sorted; false where they don't fit.
@@ -154,7 +169,10 @@ TL_DEVICE bool list_best(Source &source, int wanted, uint64_t own_best, Shared &
   const uint64_t bound = ~maximum_of_all(~of_warp, s);
   if (threadIdx.x == 0) s.n_list = 0;
   __syncthreads();
+  const float least = bound ? value_of(bound) : -INFINITY;
+#pragma unroll 4
   for (int i = threadIdx.x; i < source.n; i += kSampleThreads) {
+    if (source.z[i] < least) continue;
     const uint64_t key = source.key(i);
     if (key < bound) continue;
     const int at = atomicAdd(&s.n_list, 1);
@@ -168,17 +186,30 @@ TL_DEVICE bool list_best(Source &source, int wanted, uint64_t own_best, Shared &
   return true;
 }
 
+// The draw with every id in play: four of them share a block of the generator.
+TL_DEVICE int draw_from_all(uint64_t seed, int position, const float *z, int n, float top, float temperature, Shared &s) {
+  uint64_t drawn = 0;
+  for (int first = threadIdx.x * 4; first < n; first += kSampleThreads * 4) {
+    uint32_t word[4];
+    philox4x32((uint32_t)first / 4u, (uint32_t)position, kPhiloxGumbel, 0, seed, word);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (first + i < n)
+        drawn = larger(drawn, key_of(-tl_log(-tl_log(unit_interval(word[i]))) + (z[first + i] - top) / temperature, first + i));
+  }
+  return id_of(maximum_of_all(drawn, s));
+}
+
 TL_DEVICE int draw(const tl_sampling &asked, int position, const float *z, int n, Shared &s) {
   Source row{z, n, nullptr};
-  uint64_t own_best = 0;
-  for (int i = threadIdx.x; i < n; i += kSampleThreads) own_best = larger(own_best, row.key(i));
-  const uint64_t best = maximum_of_all(own_best, s);
+  const uint64_t own_best = own_best_key(z, n), best = maximum_of_all(own_best, s);
   const float top = value_of(best), temperature = fmaxf(asked.temperature, 1e-20f), inverse = 1.0f / temperature;
   if (asked.temperature == 0.0f || !(top > -INFINITY) || top == INFINITY) return id_of(best);
   const bool by_k = asked.top_k > 0 && asked.top_k < n, by_p = asked.top_p < 1.0f;
   const auto probability = [&](uint64_t key) { return exp_fast((value_of(key) - top) * inverse); };
   const auto units = [&](uint64_t key) { return (uint64_t)(probability(key) * kUnit); };
 
+  if (!by_k && !by_p && !(asked.min_p > 0.0f)) return draw_from_all(asked.seed, position, z, n, top, temperature, s);
   Source source = row;
   uint64_t bound = 0;
   const int wanted = by_k ? asked.top_k : by_p ? min(kTopPWanted, n) : n;
@@ -227,13 +258,15 @@ __global__ void __launch_bounds__(kSampleThreads) sample(const SampleArgs a) {
   tl_sampling asked = a.sampling ? a.sampling[row] : a.single;
   int position = asked.position;
   if (a.decode) {
-    const int pos = load_fresh(a.pos + row);
+    const int pos = *(a.pos + row);
     if (pos < 0) return;
     position = pos + 1;
     if (a.decode[row].history) asked.history = a.decode[row].history, asked.n_history = position;
   }
   const float *logits = a.logits + (int64_t)row * a.vocab_size;
-  const float *z = adjusted_row(asked, logits, a.vocab_size, a.work + row * sample_work_floats(a.vocab_size));
+  float *copy = a.row_in_shared ? (float *)(&s + 1) : a.work + row * sample_work_floats(a.vocab_size);
+  const float *z = prepared_row(asked, logits, a.vocab_size, copy, a.row_in_shared);
+  if (a.row_in_shared) __syncthreads();
   const int token = draw(asked, position, z, a.vocab_size, s);
   if (threadIdx.x != 0) return;
   if (a.sampled) a.sampled[row] = token;
@@ -242,8 +275,11 @@ __global__ void __launch_bounds__(kSampleThreads) sample(const SampleArgs a) {
 
 }  // namespace
 
-void launch_sample(const Launcher &launcher, int n, const SampleArgs &args) {
-  launcher.launch(sample, Shape{dim3(n), kSampleThreads, (int)sizeof(Shared), 1}, args);
+void launch_sample(const Launcher &launcher, int n, const SampleArgs &asked) {
+  SampleArgs args = asked;
+  const uint64_t with_row = sizeof(Shared) + sample_work_floats(args.vocab_size) * 4;
+  args.row_in_shared = with_row <= (uint64_t)launcher.context.max_shared_nbytes;
+  launcher.launch(sample, Shape{dim3(n), kSampleThreads, args.row_in_shared ? (int)with_row : (int)sizeof(Shared), 1}, args);
 }
 
 }  // namespace tl

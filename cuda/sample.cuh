@@ -14,6 +14,7 @@ struct SampleArgs {
   tl_decode *decode;            // (n,), or NULL
   int32_t *token, *pos;         // (n,) of the rows, with decode
   tl_sampling single;
+  int32_t row_in_shared;        // set at launch
 };
 
 TL_BOTH uint64_t sample_work_floats(int vocab_size) { return (uint64_t)vocab_size + (vocab_size + 31) / 32; }

@@ -189,6 +189,7 @@ inline float __uint_as_float(uint32_t u) {
   return x;
 }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 using std::max;
 using std::min;
 
@@ -274,8 +275,5 @@ const T *of_cluster_rank(const T *p, int rank) {
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
 inline void sync_threads(int id, int n_threads) { emulator::sync_cta(id, n_threads); }
-
-template <class T>
-T load_fresh(const T *p) { return *p; }
 
 }  // namespace tl
