@@ -40,7 +40,9 @@ TL_DEVICE T *shared_memory() {
   return (T *)tl_shared_memory;
 }
 
-TL_DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// An address in shared memory as the instructions below take it.
+using shared_t = uint32_t;
+TL_DEVICE shared_t shared_of(const void *p) { return (shared_t)__cvta_generic_to_shared(p); }
 
 // ---- tensor cores: d += a b, float32 accumulators. a is 16 x 16, b is 16 x 8.
 
@@ -56,16 +58,16 @@ TL_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint3
 }
 
 // Four 8 x 8 tiles of 16-bit values; lane i gives the address of row i % 8 of tile i / 8.
-TL_DEVICE void ldmatrix4(uint32_t (&r)[4], const void *row) {
+TL_DEVICE void ldmatrix4(uint32_t (&r)[4], shared_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
-TL_DEVICE void ldmatrix4_transposed(uint32_t (&r)[4], const void *row) {
+TL_DEVICE void ldmatrix4_transposed(uint32_t (&r)[4], shared_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
 
@@ -99,6 +101,12 @@ TL_DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
   return u;
 }
 
+// 1 / x, one unit in the last place, subnormals flushed.
+TL_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // 2^x, two units in the last place, subnormals flushed.
 TL_DEVICE float exp2_fast(float x) {
   float y;
@@ -108,8 +116,14 @@ TL_DEVICE float exp2_fast(float x) {
 
 // ---- copies from memory to shared memory
 
-TL_DEVICE void copy16_async(void *to, const void *from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+TL_DEVICE void copy16_async(shared_t to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+TL_DEVICE void copy16_async(void *to, const void *from) { copy16_async(shared_of(to), from); }
+TL_DEVICE uint2 load_shared8(shared_t p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
 }
 TL_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's latest groups are still under way.
@@ -119,17 +133,17 @@ TL_DEVICE void wait_copies() {
 }
 
 #if TL_HOPPER
-TL_DEVICE void barrier_init(uint64_t *barrier, int n_arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(n_arrivals) : "memory");
+TL_DEVICE void barrier_init(shared_t barrier, int n_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
 }
 TL_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-TL_DEVICE void barrier_arrive(uint64_t *barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+TL_DEVICE void barrier_arrive(shared_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-TL_DEVICE void barrier_arrive_expecting(uint64_t *barrier, int nbytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(nbytes) : "memory");
+TL_DEVICE void barrier_arrive_expecting(shared_t barrier, int nbytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(nbytes) : "memory");
 }
-TL_DEVICE void barrier_wait(uint64_t *barrier, int parity) {
+TL_DEVICE void barrier_wait(shared_t barrier, int parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -137,7 +151,7 @@ TL_DEVICE void barrier_wait(uint64_t *barrier, int parity) {
       "@done bra finished;\n"
       "bra wait;\n"
       "finished:\n"
-      "}" ::"r"(shared_address(barrier)),
+      "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -152,15 +166,14 @@ TL_DEVICE uint64_t pass_policy() {
   return p;
 }
 // A whole run of bytes (a multiple of 16) by the copy engine; the barrier counts them.
-TL_DEVICE void copy_bulk(void *to, const void *from, int nbytes, uint64_t *barrier, uint64_t policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(nbytes), "r"(shared_address(barrier)), "l"(policy)
+TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+               "l"(from), "r"(nbytes), "r"(barrier), "l"(policy)
                : "memory");
 }
-TL_DEVICE void copy_bulk(void *to, const void *from, int nbytes, uint64_t *barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from),
-               "r"(nbytes), "r"(shared_address(barrier))
+TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(nbytes), "r"(barrier)
                : "memory");
 }
 

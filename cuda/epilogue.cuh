@@ -25,7 +25,7 @@ struct Epilogue {
 };
 
 TL_DEVICE void store_operand(const Operand &o, int row, int column, float v) {
-  const int64_t at = operand_index(o, row, column);
+  const int at = operand_index(o, row, column);
   if (o.dtype == TL_F32)
     ((float *)o.data)[at] = v;
   else
@@ -33,7 +33,7 @@ TL_DEVICE void store_operand(const Operand &o, int row, int column, float v) {
 }
 
 TL_DEVICE void store_operand_pair(const Operand &o, int row, int column, float lo, float hi) {  // column even
-  const int64_t at = operand_index(o, row, column);
+  const int at = operand_index(o, row, column);
   if (o.dtype == TL_F32) {
     ((float *)o.data)[at] = lo;
     ((float *)o.data)[at + 1] = hi;

@@ -82,10 +82,10 @@ TL_BOTH int operand_position(int column) {
   return column / 16 * 16 + (word % 4 * 2 + word / 4) * 2 + column % 2;
 }
 
-TL_BOTH int64_t operand_index(const Operand &o, int row, int column) {
-  if (o.dtype == TL_F32) return (int64_t)row * o.n_in + column;
-  if (o.layout == kOperandRows) return (int64_t)row * o.n_in + operand_position(column);
-  return ((int64_t)(column / 64) * o.n_groups + row / 8) * 512 + column % 64 / 16 * 128 + column % 16 / 8 * 64 + row % 8 * 8 + column % 8;
+TL_BOTH int operand_index(const Operand &o, int row, int column) {
+  if (o.dtype == TL_F32) return row * o.n_in + column;
+  if (o.layout == kOperandRows) return row * o.n_in + operand_position(column);
+  return (column / 64 * o.n_groups + row / 8) * 512 + column % 64 / 16 * 128 + column % 16 / 8 * 64 + row % 8 * 8 + column % 8;
 }
 
 // ---- KV pages: per layer and KV head sixteen keys, then sixteen values

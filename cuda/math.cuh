@@ -34,12 +34,12 @@ TL_DEVICE float unpack_one(int dtype, uint16_t u) { return dtype == TL_BF16 ? Bf
 TL_DEVICE float exp_fast(float x) { return exp2_fast(x * 1.44269504f); }
 
 // x / (1 + e^-x)
-TL_DEVICE float silu(float x) { return __fdividef(x, 1.0f + exp_fast(-x)); }
+TL_DEVICE float silu(float x) { return x * reciprocal(1.0f + exp_fast(-x)); }
 
 // The tanh form: x / (1 + e^(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3).
 TL_DEVICE float gelu(float x) {
   const float u = x * fmaf(x * x, -2.0f * 0.7978845608f * 0.044715f, -2.0f * 0.7978845608f);
-  return __fdividef(x, 1.0f + exp_fast(u));
+  return x * reciprocal(1.0f + exp_fast(u));
 }
 
 TL_DEVICE float activate(int act, float x) {
@@ -74,6 +74,6 @@ TL_DEVICE float block_sum(float x, float *partial) {
 }
 
 // 1 / sqrt(mean of squares + eps), two units in the last place
-TL_DEVICE float inverse_rms(float sum_of_squares, int n, float eps) { return rsqrtf(__fdividef(sum_of_squares, (float)n) + eps); }
+TL_DEVICE float inverse_rms(float sum_of_squares, int n, float eps) { return rsqrtf(sum_of_squares * reciprocal((float)n) + eps); }
 
 }  // namespace tl

@@ -19,8 +19,8 @@ namespace tl {
 #if TL_WGMMA && !defined(TL_EMULATOR)
 
 // Where b lies; column groups of eight are `group_bytes` apart.
-TL_DEVICE uint64_t wgmma_columns(const void *b, int group_bytes) {
-  return (uint64_t)((shared_address(b) & 0x3ffff) >> 4) | (uint64_t)(128 >> 4) << 16 | (uint64_t)(group_bytes >> 4) << 32;
+TL_DEVICE uint64_t wgmma_columns(shared_t b, int group_bytes) {
+  return (uint64_t)((b & 0x3ffff) >> 4) | (uint64_t)(128 >> 4) << 16 | (uint64_t)(group_bytes >> 4) << 32;
 }
 TL_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 TL_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -208,11 +208,14 @@ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
   const emulator::Sums s = emulator::warp_operation<emulator::Mma, emulator::Sums, emulator::multiply<emulator::of_f16>>(7, m);
   memcpy(d, s.d, sizeof s.d);
 }
-inline void ldmatrix4(uint32_t (&r)[4], const void *row) {
+using shared_t = uintptr_t;
+inline shared_t shared_of(const void *p) { return (shared_t)p; }
+
+inline void ldmatrix4(uint32_t (&r)[4], shared_t row) {
   const emulator::Four f = emulator::warp_operation<const uint8_t *, emulator::Four, emulator::load_tiles<false>>(8, (const uint8_t *)row);
   memcpy(r, f.r, sizeof f.r);
 }
-inline void ldmatrix4_transposed(uint32_t (&r)[4], const void *row) {
+inline void ldmatrix4_transposed(uint32_t (&r)[4], shared_t row) {
   const emulator::Four f = emulator::warp_operation<const uint8_t *, emulator::Four, emulator::load_tiles<true>>(9, (const uint8_t *)row);
   memcpy(r, f.r, sizeof f.r);
 }
@@ -225,9 +228,11 @@ inline uint32_t subtract_bf16(uint32_t a, uint32_t b) {
   return pack_bf16(of_bf16((uint16_t)a) - of_bf16((uint16_t)b), of_bf16((uint16_t)(a >> 16)) - of_bf16((uint16_t)(b >> 16)));
 }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }
 
 // Where the columns of wgmma's right operand lie: address and distance of its groups of eight columns.
-inline uint64_t wgmma_columns(const void *b, int group_bytes) { return (uint64_t)(uintptr_t)b << 16 | (uint64_t)group_bytes; }
+inline uint64_t wgmma_columns(shared_t b, int group_bytes) { return (uint64_t)b << 16 | (uint64_t)group_bytes; }
 template <int n>
 void take_registers() {}
 template <int n>
@@ -251,19 +256,20 @@ void wgmma(float (&d)[n], const uint32_t (&a)[4], uint64_t columns, bool add) {
 }
 
 inline void copy16_async(void *to, const void *from) { emulator::queue_copy(to, from, 16); }
+inline void copy16_async(shared_t to, const void *from) { emulator::queue_copy((void *)to, from, 16); }
 inline void commit_copies() { emulator::commit_copies(); }
 template <int pending>
 void wait_copies() { emulator::wait_copies(pending); }
 
-inline void barrier_init(uint64_t *barrier, int n_arrivals) { emulator::barrier_init(barrier, n_arrivals); }
+inline void barrier_init(shared_t barrier, int n_arrivals) { emulator::barrier_init((uint64_t *)barrier, n_arrivals); }
 inline void barrier_init_done() {}
-inline void barrier_arrive(uint64_t *barrier) { emulator::barrier_arrive(barrier, 0); }
-inline void barrier_arrive_expecting(uint64_t *barrier, int nbytes) { emulator::barrier_arrive(barrier, nbytes); }
-inline void barrier_wait(uint64_t *barrier, int parity) { emulator::barrier_wait(barrier, parity); }
+inline void barrier_arrive(shared_t barrier) { emulator::barrier_arrive((uint64_t *)barrier, 0); }
+inline void barrier_arrive_expecting(shared_t barrier, int nbytes) { emulator::barrier_arrive((uint64_t *)barrier, nbytes); }
+inline void barrier_wait(shared_t barrier, int parity) { emulator::barrier_wait((uint64_t *)barrier, parity); }
 inline uint64_t keep_policy() { return 0; }
 inline uint64_t pass_policy() { return 0; }
-inline void copy_bulk(void *to, const void *from, int nbytes, uint64_t *barrier) { emulator::barrier_copy(to, from, nbytes, barrier); }
-inline void copy_bulk(void *to, const void *from, int nbytes, uint64_t *barrier, uint64_t) { emulator::barrier_copy(to, from, nbytes, barrier); }
+inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier) { emulator::barrier_copy((void *)to, from, nbytes, (uint64_t *)barrier); }
+inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier, uint64_t) { copy_bulk(to, from, nbytes, barrier); }
 
 inline int cluster_rank() { return emulator::current->rank; }
 inline int cluster_size() { return emulator::current->cluster_size; }
