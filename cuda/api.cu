@@ -55,7 +55,7 @@ void matmul(tl_context &c, const tl_matmul_args &a, cudaStream_t stream) {
   rows.program.n_ops = 1;
   rows.program.op[0] = RowOp{kRowLoad, weight.n_in, a.a, 0.0f, 0};
   const bool is_f32 = weight.dtype == TL_F32;
-  GemvArgs g = {weight, a.bias, a.n_rows, 1, 0, {}, {}, to_y};
+  GemvArgs g = {weight, a.bias, a.n_rows, 1, {}, {}, to_y};
   const bool few = !is_f32 && a.n_rows <= kGemvRows && gemv_shared_nbytes(c, g) <= c.max_shared_nbytes;
   if (few && a.n_rows == 1 && fits_gemv(rows.program)) {
     g.program = rows.program;

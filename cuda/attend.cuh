@@ -32,20 +32,21 @@ struct Keys {
 TL_BOTH Keys keys_of(int pos, int window) { return {window && pos >= window ? pos - window + 1 : 0, pos + 1}; }
 
 // Scores of the warp's queries against the 16 keys of each of some pages: s[..][0] a page's first eight, s[..][1] the others.
+// q_tile and k_pages are this lane's addresses in the first block; pages lie page_bytes apart.
 template <class Kv, int kPages>
-TL_DEVICE void score_pages(float (&s)[kPages][2][4], const uint16_t *q_tile, const uint16_t *k_pages, int page_elements, int n_blocks) {
+TL_DEVICE void score_pages(float (&s)[kPages][2][4], shared_t q_tile, shared_t k_pages, int page_bytes, int n_blocks) {
 #pragma unroll
   for (int i = 0; i < kPages * 8; i++) s[i / 8][i % 8 / 4][i % 4] = 0.0f;
-#pragma unroll 2
+#pragma unroll 4
   for (int b = 0; b < n_blocks; b++) {
-    uint32_t q[4];
-    ldmatrix4(q, q_tile + b * 256 + lane_id() * 8);
+    uint32_t q[4], k[kPages][4];
+    ldmatrix4(q, q_tile + b * 512);
+#pragma unroll
+    for (int j = 0; j < kPages; j++) ldmatrix4(k[j], k_pages + j * page_bytes + b * 512);
 #pragma unroll
     for (int j = 0; j < kPages; j++) {
-      uint32_t k[4];
-      ldmatrix4(k, k_pages + j * page_elements + b * 256 + lane_id() * 8);
-      Kv::mma(s[j][0], q, k[0], k[2]);
-      Kv::mma(s[j][1], q, k[1], k[3]);
+      Kv::mma(s[j][0], q, k[j][0], k[j][2]);
+      Kv::mma(s[j][1], q, k[j][1], k[j][3]);
     }
   }
 }
@@ -103,17 +104,19 @@ TL_DEVICE float sum_of_p(const uint32_t (&p)[kPagesOfChunk][4], int h) {
   return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// O of sixteen dims from zero: o[0] the first eight, o[1] the others. Pages of V lie page_elements apart.
+// O of sixteen dims from zero: o[0] the first eight, o[1] the others. v_block is this lane's address in the block of the
+// first page.
 template <class Kv>
-TL_DEVICE void weigh_block(float (&o)[2][4], const uint32_t (&p)[kPagesOfChunk][4], const uint16_t *v_block, int page_elements) {
+TL_DEVICE void weigh_block(float (&o)[2][4], const uint32_t (&p)[kPagesOfChunk][4], shared_t v_block, int page_bytes) {
+  uint32_t v[kPagesOfChunk][4];
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++) ldmatrix4_transposed(v[j], v_block + j * page_bytes);
 #pragma unroll
   for (int i = 0; i < 8; i++) o[i / 4][i % 4] = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk; j++) {
-    uint32_t v[4];
-    ldmatrix4_transposed(v, v_block + j * page_elements + lane_id() * 8);
-    Kv::mma(o[0], p[j], v[0], v[1]);
-    Kv::mma(o[1], p[j], v[2], v[3]);
+    Kv::mma(o[0], p[j], v[j][0], v[j][1]);
+    Kv::mma(o[1], p[j], v[j][2], v[j][3]);
   }
 }
 

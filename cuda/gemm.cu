@@ -41,28 +41,24 @@ TL_DEVICE void request_stage(const GemmArgs &g, uint8_t *to, int stage, int firs
   commit_copies();
 }
 
-// Adds a stage's blocks to the warp's accumulators.
+// Adds one block of a stage to the warp's accumulators.
 template <class W>
-TL_DEVICE void add_stage(Accumulator &x, const uint8_t *stage, int n_blocks, int warp_panel, int warp_group) {
+TL_DEVICE void add_block(Accumulator &x, const uint8_t *stage, int block, int warp_panel, int warp_group) {
   constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
-  const uint8_t *panels = stage + warp_panel * kPanelBytes, *groups = stage + kTilePanels * kPanelBytes + warp_group * kGroupBytes;
+  const shared_t panels = shared_of(stage) + warp_panel * kPanelBytes + block * W::kBlockBytes + lane_id() * W::kLaneBytes;
+  const shared_t groups = shared_of(stage) + kTilePanels * kPanelBytes + warp_group * kGroupBytes + block * 256 + lane_id() / 16 * kGroupBytes + lane_id() % 16 * 16;
+  uint32_t w[kWarpPanels][4], a[kWarpTiles / 2][4];
 #pragma unroll
-  for (int b = 0; b < kStageBlocks; b++) {
-    if (b >= n_blocks) break;
-    uint32_t w[kWarpPanels][4], a[kWarpTiles / 2][4];
+  for (int i = 0; i < kWarpPanels; i++) W::load(w[i], panels + i * kPanelBytes);
 #pragma unroll
-    for (int i = 0; i < kWarpPanels; i++) W::load(w[i], panels + i * kPanelBytes + b * W::kBlockBytes);
+  for (int j = 0; j < kWarpTiles / 2; j++) ldmatrix4(a[j], groups + 2 * j * kGroupBytes);  // two groups: lanes 0-15 address the first's two tiles
 #pragma unroll
-    for (int j = 0; j < kWarpTiles / 2; j++)  // two groups: lanes 0-15 address the first's two tiles
-      ldmatrix4(a[j], groups + (2 * j + lane_id() / 16) * kGroupBytes + b * 256 + lane_id() % 16 * 16);
+  for (int i = 0; i < kWarpPanels; i++)
 #pragma unroll
-    for (int i = 0; i < kWarpPanels; i++)
-#pragma unroll
-      for (int j = 0; j < kWarpTiles; j++) W::Op::mma(x[i][j], w[i], a[j / 2][j % 2 * 2], a[j / 2][j % 2 * 2 + 1]);
-  }
+    for (int j = 0; j < kWarpTiles; j++) W::Op::mma(x[i][j], w[i], a[j / 2][j % 2 * 2], a[j / 2][j % 2 * 2 + 1]);
 }
 
-// chunk += x * scale of the 64-column group, and x is empty again.
+// chunk += x * scale of the columns' group, and x is empty again.
 TL_DEVICE void scale_group(Accumulator &chunk, Accumulator &x, const GemmArgs &g, int panel, int column) {
 #pragma unroll
   for (int i = 0; i < kWarpPanels; i++) {
@@ -126,8 +122,13 @@ __global__ void __launch_bounds__(kThreads) gemm(const GemmArgs g) {
     wait_copies<kStages - 2>();
     __syncthreads();
     request_stage<W>(g, shared + (s + kStages - 1) % kStages * kStageBytes, s + kStages - 1, first_panel, first_group);
-    add_stage<W>(x, shared + s % kStages * kStageBytes, n_blocks - s * kStageBlocks, warp_panel, warp_group);
-    if (kGrouped) scale_group(chunk, x, g, first_panel + warp_panel, s * kStageColumns);
+#pragma unroll
+    for (int b = 0; b < kStageBlocks; b++) {
+      if (s * kStageBlocks + b >= n_blocks) break;
+      add_block<W>(x, shared + s % kStages * kStageBytes, b, warp_panel, warp_group);
+      if (kGrouped && ((b + 1) % (kScaleColumns / 16) == 0 || s * kStageBlocks + b + 1 == n_blocks))
+        scale_group(chunk, x, g, first_panel + warp_panel, (s * kStageBlocks + b) * 16);
+    }
     if ((s + 1) * kStageColumns % TL_K_CHUNK == 0 || s + 1 == n_stages) add_chunk(total, kGrouped ? chunk : x);
   }
   wait_copies<0>();

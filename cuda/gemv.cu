@@ -4,6 +4,8 @@
 // neighbouring panels; its warps take turns at their K-chunks, each from a private ring in shared memory that fills
 // ahead, before the kernel may read what earlier kernels wrote. Every chunk is summed from zero by one warp; the sums of
 // an output are added in index order, so the bits depend neither on the number of rows nor on who took which chunk.
+// A step runs hundreds of these one after another: what counts here is how few instructions lie between the last bytes
+// of a kernel and the first products of the next.
 #include "gemv.cuh"
 
 #include <algorithm>
@@ -21,63 +23,86 @@ constexpr int kSlots = kHopperSlots;
 #else
 constexpr int kSlots = kOlderSlots;
 #endif
-constexpr int kRingBytes = kWarps * kSlots * kSlotBytes;
+constexpr int kChunkBlocks = TL_K_CHUNK / 16;
 
-// Walks the chunks of a CTA's panels that fall to this warp: every kWarps-th, panel after panel.
+// The arguments with what the host works out for them.
+struct Gemv {
+  GemvArgs args;
+  int32_t units_each, units_more;           // units of every CTA, and CTAs that have one more
+  int32_t n_chunks, n_blocks, panel_bytes;  // of a panel
+  int32_t round_panels;                     // panels whose sums are held at a time
+  int32_t operand_stride;                   // bytes; a warp's loads of eight rows meet every bank once
+  int32_t operand, partial, scale, bias, addend, norm_partial, nbytes;  // offsets in shared memory, behind the ring
+};
+
+// A warp's chunks of a CTA's panels: every kWarps-th, panel after panel.
 struct ChunkWalk {
-  int n_chunks, panel, chunk;
-  TL_DEVICE_MEMBER explicit ChunkWalk(int n) : n_chunks(n), panel(warp_id() / n), chunk(warp_id() % n) {}
-  TL_DEVICE_MEMBER void next() {
+  int chunk, at;  // its chunk, and the byte offset of that
+  TL_DEVICE_MEMBER ChunkWalk(int warp, int n_chunks, int chunk_bytes, int panel_bytes) : chunk(warp), at(warp * chunk_bytes) {
+    wrap(n_chunks, panel_bytes - n_chunks * chunk_bytes);
+  }
+  TL_DEVICE_MEMBER void next(int n_chunks, int chunk_bytes, int panel_bytes) {
     chunk += kWarps;
+    at += kWarps * chunk_bytes;
+    wrap(n_chunks, panel_bytes - n_chunks * chunk_bytes);
+  }
+  // Into the next panel, which begins `shift` bytes (0 or less) off where a whole last chunk would end.
+  TL_DEVICE_MEMBER void wrap(int n_chunks, int shift) {
 #pragma unroll 1
-    while (chunk >= n_chunks) chunk -= n_chunks, panel++;
+    while (chunk >= n_chunks) chunk -= n_chunks, at += shift;
   }
 };
 
 // The chunks of a warp, in order, through its ring of kSlots slots. A chunk takes kParts of them, one after another.
 template <class W>
 struct ChunkStream {
-  static constexpr int kParts = TL_K_CHUNK / 16 * W::kBlockBytes / kSlotBytes;
+  static constexpr int kChunkBytes = kChunkBlocks * W::kBlockBytes, kParts = kChunkBytes / kSlotBytes;
   const uint8_t *weights;  // the CTA's first panel
-  int64_t panel_bytes;
-  int n_panels;
-  uint8_t *ring;
-  uint64_t *full;
-  ChunkWalk asked;               // what is requested next
-  int part = 0, to = 0;          // its part, and the slot it goes to
-  int from = 0, parity = 0;      // the slot that is read next, and its barrier's phase
+  shared_t ring, full;     // of this warp
+  int n_chunks, panel_bytes, end;
+  ChunkWalk asked;         // what is requested next
+  int part = 0, to = 0;    // its part, and the slot it goes to
+  int from = 0, parity = 0;  // the slot that is read next, and its barrier's phase
 
-  TL_DEVICE_MEMBER ChunkStream(const uint8_t *weights, int64_t panel_bytes, int n_panels, int n_chunks, uint8_t *ring, uint64_t *full)
-      : weights(weights), panel_bytes(panel_bytes), n_panels(n_panels), ring(ring), full(full), asked(n_chunks) {
+  TL_DEVICE_MEMBER ChunkStream(const uint8_t *weights, int n_chunks, int panel_bytes, int n_panels, int warp, shared_t shared)
+      : weights(weights),
+        ring(shared + warp * kSlots * kSlotBytes),
+        full(shared + kWarps * kSlots * kSlotBytes + warp * kSlots * 8),
+        n_chunks(n_chunks),
+        panel_bytes(panel_bytes),
+        end(n_panels * panel_bytes),
+        asked(warp, n_chunks, kChunkBytes, panel_bytes) {
 #if TL_HOPPER
     if (lane_id() == 0)
-      for (int s = 0; s < kSlots; s++) barrier_init(full + s, 1);
+#pragma unroll
+      for (int s = 0; s < kSlots; s++) barrier_init(full + s * 8, 1);
     barrier_init_done();
     __syncwarp();
 #endif
+#pragma unroll 1
     for (int s = 0; s < kSlots; s++) request();
   }
 
   // Asks for the next part; past the end of a short last chunk it is empty.
   TL_DEVICE_MEMBER void request() {
-    if (asked.panel < n_panels) {
-      const int64_t at = (int64_t)(asked.chunk * kParts + part) * kSlotBytes, left = panel_bytes - at;
-      copy(weights + asked.panel * panel_bytes + at, left >= kSlotBytes ? kSlotBytes : left > 0 ? (int)left : 0);
+    if (asked.at < end) {
+      const int in_chunk = part * kSlotBytes, left = panel_bytes - asked.chunk * kChunkBytes - in_chunk;
+      copy(weights + (uint32_t)(asked.at + in_chunk), min(max(left, 0), kSlotBytes));
     }
 #if !TL_HOPPER
     commit_copies();
 #endif
     to = to + 1 < kSlots ? to + 1 : 0;
-    if (++part < kParts) return;
+    if (kParts > 1 && ++part < kParts) return;
     part = 0;
-    asked.next();
+    asked.next(n_chunks, kChunkBytes, panel_bytes);
   }
 
 #if TL_HOPPER
   TL_DEVICE_MEMBER void copy(const uint8_t *source, int nbytes) {
     if (lane_id() != 0) return;
-    barrier_arrive_expecting(full + to, nbytes);
-    if (nbytes) copy_bulk(ring + to * kSlotBytes, source, nbytes, full + to);
+    barrier_arrive_expecting(full + to * 8, nbytes);
+    if (nbytes) copy_bulk(ring + to * kSlotBytes, source, nbytes, full + to * 8);
   }
 #else
   TL_DEVICE_MEMBER void copy(const uint8_t *source, int nbytes) {
@@ -86,9 +111,9 @@ struct ChunkStream {
 #endif
 
   // The part that is read next, once it is there; `done` when the warp has read it.
-  TL_DEVICE_MEMBER const uint8_t *wait() {
+  TL_DEVICE_MEMBER shared_t wait() {
 #if TL_HOPPER
-    barrier_wait(full + from, parity);
+    barrier_wait(full + from * 8, parity);
 #else
     wait_copies<kSlots - 1>();
     __syncwarp();
@@ -96,87 +121,57 @@ struct ChunkStream {
     return ring + from * kSlotBytes;
   }
   TL_DEVICE_MEMBER void done() {
-    __syncwarp();
-    request();
+    if (asked.at < end || !TL_HOPPER) {
+      __syncwarp();
+      request();
+    }
     if (++from < kSlots) return;
     from = 0;
     parity ^= 1;
   }
 };
 
-// Right operands of lane (group, t): columns 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of batch row `group`.
-struct RightOperand {
-  const uint8_t *row;  // of this lane, or NULL where its batch row does not exist
-  TL_DEVICE_MEMBER uint2 at(int block) const { return row ? *(const uint2 *)(row + block * 32) : make_uint2(0, 0); }
-};
-
-// A run of kCount blocks: their loads first, so that only the chain of products remains.
+// d += kCount blocks times the rows; `block` and `right` are this lane's addresses in the first of them. Loads come first, so
+// that only the chain of products remains.
 template <class W, int kCount>
-TL_DEVICE void add_run(float (&d)[4], const uint8_t *blocks, const RightOperand &right, int first_block) {
+TL_DEVICE void add_run(float (&d)[4], shared_t block, shared_t right) {
   uint32_t a[kCount][4];
   uint2 b[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; i++) {
-    W::load(a[i], blocks + i * W::kBlockBytes);
-    b[i] = right.at(first_block + i);
+    W::load(a[i], block + i * W::kBlockBytes);
+    b[i] = load_shared8(right + i * 32);
   }
 #pragma unroll
   for (int i = 0; i < kCount; i++) W::Op::mma(d, a[i], b[i].x, b[i].y);
 }
 
 template <class W>
-TL_DEVICE void add_blocks(float (&d)[4], const uint8_t *blocks, int n_blocks, const RightOperand &right, int first_block) {
-  int i = 0;
+TL_DEVICE void add_blocks(float (&d)[4], shared_t block, shared_t right, int n_blocks) {
+  constexpr int kWhole = kSlotBytes / W::kBlockBytes;
+  if (n_blocks >= kWhole) {
+#pragma unroll
+    for (int i = 0; i < kWhole; i += 4) add_run<W, 4>(d, block + i * W::kBlockBytes, right + i * 32);
+    return;
+  }
 #pragma unroll 1
-  for (; i + 4 <= n_blocks; i += 4) add_run<W, 4>(d, blocks + i * W::kBlockBytes, right, first_block + i);
-#pragma unroll 1
-  for (; i < n_blocks; i++) add_run<W, 1>(d, blocks + i * W::kBlockBytes, right, first_block + i);
+  for (int i = 0; i < n_blocks; i++) add_run<W, 1>(d, block + i * W::kBlockBytes, right + i * 32);
 }
 
-// The same with a scale for each 64-column group of int8: groups are summed from zero, then scaled and added in order.
+// The same where groups of int8 columns have scales: kScaleColumns are summed from zero, then scaled and added in order.
 template <class W>
-TL_DEVICE void add_scaled_blocks(float (&d)[4], const uint8_t *blocks, int n_blocks, const RightOperand &right, int first_block,
-                                 const Matrix &m, int panel) {
-  constexpr int kGroupBlocks = TL_INT8_GROUP / 16;
-  for (int i = 0; i < n_blocks; i += kGroupBlocks) {
+TL_DEVICE void add_scaled_blocks(float (&d)[4], shared_t block, shared_t right, int n_blocks, const Matrix &m, int panel, int first_block) {
+  constexpr int kRun = kScaleColumns / 16;
+#pragma unroll 1
+  for (int i = 0; i < n_blocks; i += kRun) {
     float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    add_blocks<W>(s, blocks + i * W::kBlockBytes, min(kGroupBlocks, n_blocks - i), right, first_block + i);
+#pragma unroll
+    for (int j = 0; j < kRun; j++)
+      if (i + j < n_blocks) add_run<W, 1>(s, block + (i + j) * W::kBlockBytes, right + (i + j) * 32);
     const float *scale = m.scales + scale_offset(m, panel * kPanelRows, (first_block + i) * 16 / m.group_size) + lane_id() / 4;
 #pragma unroll
     for (int j = 0; j < 4; j++) d[j] = fmaf(s[j], scale[j / 2 * 8], d[j]);
   }
-}
-
-// Shared memory behind the ring and its barriers.
-struct Shared {
-  uint8_t *operand;         // rows `operand_stride` bytes apart
-  float *partial;           // (panels of a round, n_chunks, n_rows, 16) sums
-  float *scale, *bias;      // of the CTA's outputs
-  float *addend;            // (n_rows, outputs)
-  float *norm_partial;
-  int nbytes;
-};
-
-// A stride that lets a warp's loads of eight rows meet every bank once.
-TL_BOTH int operand_stride(int n_in) { return round_up(n_in * 2, 128) + 32; }
-
-TL_BOTH Shared lay_out(uint8_t *base, const GemvArgs &g, int n_outputs) {
-  const int k_pad = pad16(g.weight.n_in), n_chunks = (k_pad + TL_K_CHUNK - 1) / TL_K_CHUNK;
-  int at = 0;
-  const auto take = [&](int nbytes) {
-    uint8_t *p = base + at;
-    at += round_up(nbytes, 16);
-    return p;
-  };
-  Shared s;
-  s.operand = take(g.n_rows * operand_stride(k_pad));
-  s.partial = (float *)take(g.round_panels * n_chunks * g.n_rows * kPanelRows * 4);
-  s.scale = (float *)take(g.weight.dtype == TL_INT8 ? n_outputs * 4 : 0);
-  s.bias = (float *)take(g.bias ? n_outputs * 4 : 0);
-  s.addend = (float *)take(g.epilogue.kind == kAddToRows ? g.n_rows * n_outputs * 4 : 0);
-  s.norm_partial = (float *)take(2 * kWarps * 4);
-  s.nbytes = at;
-  return s;
 }
 
 TL_DEVICE void copy_floats(float *to, const float *from, int n) {  // n a multiple of four
@@ -184,107 +179,126 @@ TL_DEVICE void copy_floats(float *to, const float *from, int n) {  // n a multip
   for (int i = threadIdx.x * 4; i < n; i += kThreads * 4) copy16_async(to + i, from + i);
 }
 
-// Outputs of panels begin .. end - 1 of the CTA, from their chunks' sums.
+// Outputs of panels begin .. end - 1 of the CTA, from their chunks' sums: sixteen threads a panel and row.
 template <class W>
-TL_DEVICE void finish_panels(const GemvArgs &g, const Shared &s, int first_output, int n_outputs, int begin, int end, int n_chunks) {
-  const bool scaled = W::kInt8 && !g.weight.group_size, gated = g.unit_panels == 2;
-  const int per_chunk = g.n_rows * kPanelRows, lane = threadIdx.x % kPanelRows;
+TL_DEVICE void finish_panels(const Gemv &v, uint8_t *shared, int first_output, int n_outputs, int begin, int end) {
+  const GemvArgs &g = v.args;
+  const bool scaled = W::kInt8 && !g.weight.group_size;
+  const int per_chunk = g.n_rows * kPanelRows, lane = threadIdx.x % kPanelRows, units = (end - begin) / g.unit_panels;
+  int unit = threadIdx.x / kPanelRows, row = 0;  // threads walk over units, then rows
 #pragma unroll 1
-  for (int i = threadIdx.x / kPanelRows; i < (end - begin) / g.unit_panels * g.n_rows; i += kThreads / kPanelRows) {
-    const int row = g.n_rows == 1 ? 0 : i % g.n_rows, panel = (g.n_rows == 1 ? i : i / g.n_rows) * g.unit_panels;
-    const auto total = [&](int panel) {
-      const float *p = s.partial + panel * n_chunks * per_chunk + row * kPanelRows + lane;
-      const int output = (begin + panel) * kPanelRows + lane;
+  for (; row < g.n_rows; unit += kThreads / kPanelRows) {
+#pragma unroll 1
+    while (unit >= units && row < g.n_rows) unit -= units, row++;
+    if (row >= g.n_rows) break;
+    const int panel = unit * g.unit_panels, output = (begin + panel) * kPanelRows + lane;  // of the CTA's
+    const float *p = (const float *)(shared + v.partial) + panel * v.n_chunks * per_chunk + row * kPanelRows + lane;
+    const auto total = [&](const float *p, int output) {
       float sum = 0.0f;
 #pragma unroll 4
-      for (int c = 0; c < n_chunks; c++) sum = sum + p[c * per_chunk];
-      if (scaled) sum = sum * s.scale[output];
-      return g.bias ? sum + s.bias[output] : sum;
+      for (int c = 0; c < v.n_chunks; c++) sum = sum + p[c * per_chunk];
+      if (scaled) sum = sum * ((const float *)(shared + v.scale))[output];
+      return g.bias ? sum + ((const float *)(shared + v.bias))[output] : sum;
     };
-    const int output = (begin + panel) * kPanelRows + lane;  // of the CTA's
-    if (gated)
-      finish_gated(g.epilogue, row, first_output + output, total(panel), total(panel + 1));
+    const float y = total(p, output);
+    if (g.unit_panels == 2)
+      finish_gated(g.epilogue, row, first_output + output, y, total(p + v.n_chunks * per_chunk, output + kPanelRows));
     else if (g.epilogue.kind == kAddToRows)
-      g.epilogue.out[(int64_t)row * g.epilogue.stride + first_output + output] = s.addend[row * n_outputs + output] + total(panel);
+      g.epilogue.out[row * g.epilogue.stride + first_output + output] = ((const float *)(shared + v.addend))[row * n_outputs + output] + y;
     else
-      finish_output(g.epilogue, row, first_output + output, total(panel));
+      finish_output(g.epilogue, row, first_output + output, y);
+  }
+}
+
+// The one row, computed by every CTA, to the operand in shared memory.
+template <class W>
+TL_DEVICE void run_program(const Gemv &v, uint8_t *shared, const EarlyNorm<kGemvQuads, true> &early) {
+  float4 x[kGemvQuads];
+  run_row_program<kGemvQuads, true>(v.args.program, 0, blockIdx.x == 0, x, (float *)(shared + v.norm_partial), early);
+  emit_operand<kGemvQuads, true>(v.args.program, 0, x, [&](int column, float lo, float hi, int count) {
+    uint16_t *to = (uint16_t *)(shared + v.operand) + operand_position(column);
+    if (count == 2)
+      *(uint32_t *)to = W::Op::pack(lo, hi);
+    else
+      *to = (uint16_t)W::Op::pack(lo, 0.0f);
+  });
+}
+
+// What an earlier kernel left: the operand rows, and what the outputs are added to.
+TL_DEVICE void fetch_rows(const Gemv &v, uint8_t *shared, int first_output, int n_outputs) {
+  const GemvArgs &g = v.args;
+  const int row_bytes = v.n_blocks * 32;
+#pragma unroll 1
+  for (int r = 0; r < g.n_rows; r++) {
+    const uint8_t *from = (const uint8_t *)g.source.data + r * row_bytes;
+    const shared_t to = shared_of(shared + v.operand + r * v.operand_stride);
+#pragma unroll 2
+    for (int i = threadIdx.x * 16; i < row_bytes; i += kThreads * 16) copy16_async(to + i, from + i);
+    if (g.epilogue.kind == kAddToRows)
+      copy_floats((float *)(shared + v.addend) + r * n_outputs, g.epilogue.addend + r * g.epilogue.stride + first_output, n_outputs);
   }
 }
 
 template <class W, bool kProgram>
-__global__ void __launch_bounds__(kThreads, 2) gemv(const GemvArgs g) {
-  constexpr int kChunkBlocks = TL_K_CHUNK / 16, kSlotBlocks = kSlotBytes / W::kBlockBytes;
-  uint8_t *shared = shared_memory<uint8_t>();
-  const int k_pad = pad16(g.weight.n_in), n_chunks = (k_pad + TL_K_CHUNK - 1) / TL_K_CHUNK, stride = operand_stride(k_pad);
-  const int n_units = g.weight.n_out / kPanelRows / g.unit_panels;
-  const int first_panel = (int)((int64_t)n_units * blockIdx.x / gridDim.x) * g.unit_panels;
-  const int end_panel = (int)((int64_t)n_units * (blockIdx.x + 1) / gridDim.x) * g.unit_panels;
-  const int n_panels = end_panel - first_panel, first_output = first_panel * kPanelRows, n_outputs = n_panels * kPanelRows;
-  const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in);
-  const Shared s = lay_out(shared + kRingBytes + kWarps * kSlots * 8, g, n_outputs);
+__global__ void __launch_bounds__(kThreads, 2) gemv(const Gemv v) {
+  constexpr int kSlotBlocks = kSlotBytes / W::kBlockBytes, kParts = ChunkStream<W>::kParts;
+  const GemvArgs &g = v.args;
+  uint8_t *ring = shared_memory<uint8_t>(), *shared = ring + kWarps * kSlots * (kSlotBytes + 8);
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), lane = lane_id(), cta = blockIdx.x;
+  const int first_panel = (cta * v.units_each + min(cta, v.units_more)) * g.unit_panels;
+  const int n_panels = (v.units_each + (cta < v.units_more)) * g.unit_panels;
+  const int first_output = first_panel * kPanelRows, n_outputs = n_panels * kPanelRows;
 
-  ChunkStream<W> stream(g.weight.data + first_panel * panel_bytes, panel_bytes, n_panels, n_chunks, shared + warp_id() * kSlots * kSlotBytes,
-                        (uint64_t *)(shared + kRingBytes) + warp_id() * kSlots);
+  ChunkStream<W> stream(g.weight.data + (int64_t)first_panel * v.panel_bytes, v.n_chunks, v.panel_bytes, n_panels, warp, shared_of(ring));
   let_next_kernel_start();
-  if (W::kInt8 && !g.weight.group_size) copy_floats(s.scale, g.weight.scales + first_output, n_outputs);
-  if (g.bias) copy_floats(s.bias, g.bias + first_output, n_outputs);
+  if (W::kInt8 && !g.weight.group_size) copy_floats((float *)(shared + v.scale), g.weight.scales + first_output, n_outputs);
+  if (g.bias) copy_floats((float *)(shared + v.bias), g.bias + first_output, n_outputs);
   EarlyNorm<kGemvQuads, true> early;
   if (kProgram) early.load(g.program);
   wait_for_previous_kernel();
-  if (kProgram) {
-    float4 v[kGemvQuads];
-    run_row_program<kGemvQuads, true>(g.program, 0, blockIdx.x == 0, v, s.norm_partial, early);
-    emit_operand<kGemvQuads, true>(g.program, 0, v, [&](int column, float lo, float hi, int count) {
-      uint16_t *to = (uint16_t *)s.operand + operand_position(column);
-      if (count == 2)
-        *(uint32_t *)to = W::Op::pack(lo, hi);
-      else
-        *to = (uint16_t)W::Op::pack(lo, 0.0f);
-    });
-  } else {
-    if (g.epilogue.kind == kAddToRows)
-#pragma unroll 1
-      for (int r = 0; r < g.n_rows; r++)
-        copy_floats(s.addend + r * n_outputs, g.epilogue.addend + (int64_t)r * g.epilogue.stride + first_output, n_outputs);
-#pragma unroll 1
-    for (int r = 0; r < g.n_rows; r++)
-#pragma unroll 4
-      for (int i = threadIdx.x * 16; i < k_pad * 2; i += kThreads * 16)
-        copy16_async(s.operand + r * stride + i, (const uint8_t *)g.source.data + (int64_t)r * k_pad * 2 + i);
-  }
+  if (kProgram)
+    run_program<W>(v, shared, early);
+  else
+    fetch_rows(v, shared, first_output, n_outputs);
   commit_copies();
   wait_copies<0>();  // before Hopper, of the ring as well
   __syncthreads();
 
-  const int lane = lane_id(), group = lane / 4;
-  const RightOperand right{group < g.n_rows ? s.operand + group * stride + lane % 4 * 8 : nullptr};
-  ChunkWalk at(n_chunks);
+  // Right operands of lane (group, t): columns 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of batch row `group`, or of the last one.
+  const int group = lane / 4;
+  const shared_t right = shared_of(shared + v.operand) + min(group, g.n_rows - 1) * v.operand_stride + lane % 4 * 8;
+  float *sums = (float *)(shared + v.partial) + warp * g.n_rows * kPanelRows + lane % 4 * 2 * kPanelRows + group;  // of this warp's next chunk
+  int chunk = warp, item = warp;
 #pragma unroll 1
-  for (int begin = 0; begin < n_panels; begin += g.round_panels) {
-    const int end = min(begin + g.round_panels, n_panels);
+  while (chunk >= v.n_chunks) chunk -= v.n_chunks;
 #pragma unroll 1
-    for (; at.panel < end; at.next()) {
-      const int first = at.chunk * kChunkBlocks, n_blocks = min(kChunkBlocks, k_pad / 16 - first);
+  for (int begin = 0; begin < n_panels; begin += v.round_panels) {
+    const int end = min(begin + v.round_panels, n_panels);
+#pragma unroll 1
+    for (; item < end * v.n_chunks; item += kWarps) {
+      const int first = chunk * kChunkBlocks;
       float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 1
-      for (int part = 0; part < ChunkStream<W>::kParts; part++) {
-        const uint8_t *blocks = stream.wait();
-        const int n = min(kSlotBlocks, n_blocks - part * kSlotBlocks);
+      for (int part = 0; part < kParts; part++) {
+        const int block = first + part * kSlotBlocks;
+        const shared_t slot = stream.wait() + lane * W::kLaneBytes;
         if (W::kInt8 && g.weight.group_size)
-          add_scaled_blocks<W>(d, blocks, n, right, first + part * kSlotBlocks, g.weight, first_panel + at.panel);
+          add_scaled_blocks<W>(d, slot, right + block * 32, min(kSlotBlocks, v.n_blocks - block), g.weight, first_panel + item / v.n_chunks, block);
         else
-          add_blocks<W>(d, blocks, n, right, first + part * kSlotBlocks);
+          add_blocks<W>(d, slot, right + block * 32, v.n_blocks - block);
         stream.done();
       }
-      float *sums = s.partial + ((at.panel - begin) * n_chunks + at.chunk) * g.n_rows * kPanelRows;
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int column = lane % 4 * 2 + j % 2;
-        if (column < g.n_rows) sums[column * kPanelRows + group + j / 2 * 8] = d[j];
-      }
+      for (int j = 0; j < 4; j++)
+        if (lane % 4 * 2 + j % 2 < g.n_rows) sums[j % 2 * kPanelRows + j / 2 * 8] = d[j];
+      sums += kWarps * g.n_rows * kPanelRows;
+      chunk += kWarps;
+#pragma unroll 1
+      while (chunk >= v.n_chunks) chunk -= v.n_chunks;
     }
     __syncthreads();
-    finish_panels<W>(g, s, first_output, n_outputs, begin, end, n_chunks);
+    finish_panels<W>(v, shared, first_output, n_outputs, begin, end);
+    sums -= (end - begin) * v.n_chunks * g.n_rows * kPanelRows;
     if (end < n_panels) __syncthreads();
   }
 #if !TL_HOPPER
@@ -292,33 +306,55 @@ __global__ void __launch_bounds__(kThreads, 2) gemv(const GemvArgs g) {
 #endif
 }
 
+// Works out how a product is shared out, and what goes where in shared memory.
+Gemv plan_gemv(const tl_context &context, const GemvArgs &args) {
+  Gemv v = {};
+  v.args = args;
+  const int k_pad = pad16(args.weight.n_in), n_units = args.weight.n_out / kPanelRows / args.unit_panels;
+  const int n_ctas = std::min(n_units, context.n_multiprocessors);
+  v.units_each = n_units / n_ctas;
+  v.units_more = n_units % n_ctas;
+  v.n_blocks = k_pad / 16;
+  v.n_chunks = (v.n_blocks + kChunkBlocks - 1) / kChunkBlocks;
+  v.panel_bytes = (int32_t)panel_nbytes(args.weight.dtype, args.weight.n_in);
+  v.operand_stride = round_up(k_pad * 2, 128) + 32;
+  const int panel_sums = v.n_chunks * args.n_rows * kPanelRows * 4, n_outputs = (v.units_each + (v.units_more > 0)) * args.unit_panels * kPanelRows;
+  v.round_panels = std::max(1, kRoundBytes / panel_sums / args.unit_panels) * args.unit_panels;
+  const auto take = [&](int nbytes) {
+    const int at = v.nbytes;
+    v.nbytes += round_up(nbytes, 16);
+    return at;
+  };
+  v.operand = take(args.n_rows * v.operand_stride);
+  v.partial = take(v.round_panels * panel_sums);
+  v.scale = take(args.weight.dtype == TL_INT8 ? n_outputs * 4 : 0);
+  v.bias = take(args.bias ? n_outputs * 4 : 0);
+  v.addend = take(args.epilogue.kind == kAddToRows ? args.n_rows * n_outputs * 4 : 0);
+  v.norm_partial = take(2 * kWarps * 4);
+  v.nbytes += kWarps * (context.code >= kCodeSm90 ? kHopperSlots : kOlderSlots) * (kSlotBytes + 8);
+  return v;
+}
+
 template <class W>
-void launch_with(const Launcher &launcher, const Shape &shape, const GemvArgs &args) {
-  if (args.program.n_ops)
-    launcher.launch(gemv<W, true>, shape, args);
+void launch_with(const Launcher &launcher, const Gemv &v) {
+  const int n_ctas = v.units_each ? std::min(v.args.weight.n_out / kPanelRows / v.args.unit_panels, launcher.context.n_multiprocessors) : v.units_more;
+  const Shape shape{dim3(n_ctas), kThreads, v.nbytes, 1};
+  if (v.args.program.n_ops)
+    launcher.launch(gemv<W, true>, shape, v);
   else
-    launcher.launch(gemv<W, false>, shape, args);
+    launcher.launch(gemv<W, false>, shape, v);
 }
 
 }  // namespace
 
-int gemv_shared_nbytes(const tl_context &context, GemvArgs &g) {
-  const int n_chunks = (pad16(g.weight.n_in) + TL_K_CHUNK - 1) / TL_K_CHUNK, panel = n_chunks * g.n_rows * kPanelRows * 4;
-  const int n_units = g.weight.n_out / kPanelRows / g.unit_panels;
-  const int most_units = (n_units + context.n_multiprocessors - 1) / context.n_multiprocessors;
-  g.round_panels = std::max(1, kRoundBytes / panel / g.unit_panels) * g.unit_panels;
-  const int slots = context.code >= kCodeSm90 ? kHopperSlots : kOlderSlots;
-  return kWarps * slots * (kSlotBytes + 8) + lay_out(nullptr, g, most_units * g.unit_panels * kPanelRows).nbytes;
-}
+int gemv_shared_nbytes(const tl_context &context, const GemvArgs &args) { return plan_gemv(context, args).nbytes; }
 
-void launch_gemv(const Launcher &launcher, const GemvArgs &asked) {
-  GemvArgs args = asked;
-  const int nbytes = gemv_shared_nbytes(launcher.context, args), n_units = args.weight.n_out / kPanelRows / args.unit_panels;
-  const Shape shape{dim3(std::min(n_units, launcher.context.n_multiprocessors)), kThreads, nbytes, 1};
+void launch_gemv(const Launcher &launcher, const GemvArgs &args) {
+  const Gemv v = plan_gemv(launcher.context, args);
   switch (args.weight.dtype) {
-    case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, shape, args);
-    case TL_F16: return launch_with<FloatWeights<F16>>(launcher, shape, args);
-    default: return launch_with<Int8Weights>(launcher, shape, args);
+    case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, v);
+    case TL_F16: return launch_with<FloatWeights<F16>>(launcher, v);
+    default: return launch_with<Int8Weights>(launcher, v);
   }
 }
 

@@ -14,14 +14,13 @@ struct GemvArgs {
   const float *bias;    // (n_out,) or NULL
   int32_t n_rows;
   int32_t unit_panels;  // panels that stay together: 2 where gated
-  int32_t round_panels; // panels whose sums are held at a time
   Operand source;       // rows laid out by an earlier kernel, where the program is empty
   RowProgram program;   // one row: computed here, by every CTA
   Epilogue epilogue;
 };
 
-// Sets round_panels, and gives the bytes of shared memory that the product then needs.
-int gemv_shared_nbytes(const tl_context &context, GemvArgs &args);
+// Bytes of shared memory that a product needs.
+int gemv_shared_nbytes(const tl_context &context, const GemvArgs &args);
 void launch_gemv(const Launcher &launcher, const GemvArgs &args);
 
 }  // namespace tl

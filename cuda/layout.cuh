@@ -10,6 +10,8 @@
 namespace tl {
 
 constexpr int kPanelRows = 16;
+constexpr int kScaleColumns = TL_INT8_GROUP;  // columns summed before they are scaled, where groups of int8 columns have scales
+static_assert(kScaleColumns % 16 == 0 && TL_K_CHUNK % kScaleColumns == 0, "groups are whole blocks of a chunk");
 
 TL_BOTH int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 TL_BOTH int pad16(int n) { return round_up(n, 16); }

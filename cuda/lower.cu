@@ -74,7 +74,7 @@ class Lowering {
   Path path_of(const tl_matrix &weight, int n_rows) const {
     if (weight.dtype == TL_F32) return Path::kF32;
     if (n_rows > kGemvRows) return Path::kGemm;
-    GemvArgs largest = {matrix_of(weight), x(0), n_rows, 2, 0, {}, {}, {}};  // of what a phase may ask for
+    GemvArgs largest = {matrix_of(weight), x(0), n_rows, weight.n_out % 32 ? 1 : 2, {}, {}, {}};  // of what a phase may ask for
     largest.epilogue.kind = kAddToRows;
     return gemv_shared_nbytes(p_.context, largest) <= p_.context.max_shared_nbytes ? Path::kGemv : Path::kGemm;
   }
@@ -87,7 +87,7 @@ class Lowering {
   void product(const tl_phase &phase, int n_rows, const Operand &source, const RowProgram *program, const Epilogue &epilogue) {
     const Matrix weight = matrix_of(phase.weight);
     if (path_of(phase.weight, n_rows) == Path::kGemv) {
-      GemvArgs g = {weight, phase.bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, 0, source, {}, epilogue};
+      GemvArgs g = {weight, phase.bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
       if (program) g.program = *program;
       return launch_gemv(launcher_, g);
     }
