@@ -56,9 +56,9 @@ TL_DEVICE void fetch_queries(const AttendArgs &a, const Split &s, int n_queries)
 // Scores of a chunk and P, by one team: each warp its page. lo, hi: the keys of the page that this lane's two rows see.
 template <class Kv>
 TL_DEVICE void soften_chunk(const AttendArgs &a, const Split &s, const int (&lo)[2], const int (&hi)[2]) {
-  const int w = warp_id() % kTeamWarps, lane = lane_id(), page_elements = TL_PAGE_POSITIONS * a.place.kv.head_pad;
+  const int w = warp_id() % kTeamWarps, lane = lane_id(), page_bytes = TL_PAGE_POSITIONS * a.place.kv.head_pad * 2;
   float scores[1][2][4], (&x)[2][4] = scores[0];
-  score_pages<Kv>(scores, (const uint16_t *)s.q, (const uint16_t *)s.k + w * page_elements, page_elements, a.place.kv.head_pad / 16);
+  score_pages<Kv>(scores, shared_of(s.q) + lane * 16, shared_of(s.k) + w * page_bytes + lane * 16, page_bytes, a.place.kv.head_pad / 16);
   mask_page(x, lo, hi);
   float m[2];
 #pragma unroll
@@ -98,7 +98,7 @@ TL_DEVICE void weigh_chunk(const AttendArgs &a, const Split &s, int n_queries) {
 #pragma unroll 1
   for (int b = w; b < head_pad / 16; b += kTeamWarps) {
     float o[2][4];
-    weigh_block<Kv>(o, p, (const uint16_t *)s.v + b * 256, TL_PAGE_POSITIONS * head_pad);
+    weigh_block<Kv>(o, p, shared_of(s.v) + b * 512 + lane * 16, TL_PAGE_POSITIONS * head_pad * 2);
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const int q = lane / 4 + i % 4 / 2 * 8;
@@ -168,6 +168,7 @@ __global__ void __launch_bounds__(kThreads, 2) attend_split(const AttendArgs a) 
       use_slot(t, round % 2 * kTeams + team, n_queries, head_pad);
       if (here) {
         wait_copies<1>();
+        __syncwarp();  // the copies of all lanes are there before one of them inserts
         if (insert && lane < head_pad / 8) *(uint4 *)((uint16_t *)s.k + at + k_index(pos % TL_PAGE_POSITIONS, lane * 8)) = s.new_k[lane];
         __syncwarp();
         const int lo[2] = {first[0] - page_first, first[1] - page_first}, hi[2] = {end[0] - page_first, end[1] - page_first};
@@ -176,6 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2) attend_split(const AttendArgs a) 
       request(chunk + round_chunks, false);
       if (here) {
         wait_copies<1>();
+        __syncwarp();  // the copies of all lanes are there before one of them inserts
         if (insert && lane < head_pad / 8) *(uint4 *)((uint16_t *)s.v + at + v_index(pos % TL_PAGE_POSITIONS, lane * 8)) = s.new_v[lane];
         sync_threads(1 + team, kTeamThreads);
         weigh_chunk<Kv>(a, t, n_queries);

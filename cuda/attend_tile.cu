@@ -27,9 +27,8 @@ TL_DEVICE void empty_group(State<kDims> &s) {
 
 // One chunk of K and V in shared memory, for the warp's queries that see any of it.
 template <class Kv, int kDims>
-TL_DEVICE void attend_chunk(const AttendArgs &a, State<kDims> &state, const Keys (&keys)[2], const uint16_t *q_tile, const uint16_t *k,
-                            const uint16_t *v, int chunk) {
-  const int head_pad = a.place.kv.head_pad, page_elements = TL_PAGE_POSITIONS * head_pad, first = chunk * TL_KEY_CHUNK;
+TL_DEVICE void attend_chunk(const AttendArgs &a, State<kDims> &state, const Keys (&keys)[2], shared_t q_tile, shared_t k, shared_t v, int chunk) {
+  const int head_pad = a.place.kv.head_pad, page_bytes = TL_PAGE_POSITIONS * head_pad * 2, first = chunk * TL_KEY_CHUNK;
   bool alive[2], whole = true;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -38,7 +37,7 @@ TL_DEVICE void attend_chunk(const AttendArgs &a, State<kDims> &state, const Keys
   }
   if (!__any_sync(0xffffffffu, alive[0] || alive[1])) return;
   float s[kPagesOfChunk][2][4];
-  score_pages<Kv>(s, q_tile, k, page_elements, head_pad / 16);
+  score_pages<Kv>(s, q_tile, k, page_bytes, head_pad / 16);
   if (__any_sync(0xffffffffu, !whole)) {
 #pragma unroll
     for (int j = 0; j < kPagesOfChunk; j++) {
@@ -66,7 +65,7 @@ TL_DEVICE void attend_chunk(const AttendArgs &a, State<kDims> &state, const Keys
   for (int b = 0; b < kDims / 16; b++) {
     if (b * 16 >= head_pad) break;
     float o[2][4];
-    weigh_block<Kv>(o, p, v + b * 256, page_elements);
+    weigh_block<Kv>(o, p, v + b * 512, page_bytes);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       float &sum = state.o[b][i / 4][i % 4];
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(kTileThreads, kDims == 256 ? 1 : 2) attend_til
       copy16_async(to, (const uint16_t *)a.place.q + ((int64_t)q.row * a.place.n_heads + q.head) * head_pad + dim);
   }
   commit_copies();
-  const uint16_t *q_tile = (const uint16_t *)q_memory + warp * kTileQueries * head_pad;
+  const shared_t q_tile = shared_of(q_memory) + warp * kTileQueries * head_pad * 2 + lane * 16, chunks = shared_of(kv) + lane * 16;
 
   for (int begin = 0; begin < kQueriesOfCta;) {
     const Run run = run_from(query, begin, kQueriesOfCta);
@@ -180,8 +179,8 @@ __global__ void __launch_bounds__(kTileThreads, kDims == 256 ? 1 : 2) attend_til
       request(chunk + 1);
       wait_copies<1>();
       __syncthreads();
-      const uint16_t *k = (const uint16_t *)(kv + chunk % 2 * 2 * chunk_bytes);
-      attend_chunk<Kv>(a, state, keys, q_tile, k, k + chunk_bytes / 2, chunk);
+      const shared_t k = chunks + chunk % 2 * 2 * chunk_bytes;
+      attend_chunk<Kv>(a, state, keys, q_tile, k, k + chunk_bytes, chunk);
       if ((chunk + 1) % TL_CHUNK_GROUP == 0 || chunk + 1 == end_chunk) close_group(state, total);
       __syncthreads();
     }

@@ -20,7 +20,7 @@ constexpr int kTilePanels = 8;  // 128 outputs
 constexpr int kConsumers = 256, kCtaThreads = kConsumers + 128;  // the producer's warpgroup gives its registers to the others
 constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16, kChunkStages = TL_K_CHUNK / kStageColumns;
 constexpr int kGroupBytes = kStageColumns * 8 * 2;  // eight batch rows of a stage
-constexpr int kMaxStages = 8, kMaxCluster = 8;
+constexpr int kMaxStages = 8, kMaxCluster = 8, kBarrierBytes = 2 * kMaxStages * 8;
 constexpr int kSumStride = kTileOutputs + 4;  // floats between rows of sums: a warp's stores meet every bank once
 
 struct WgmmaArgs {
@@ -47,7 +47,7 @@ TL_BOTH Chunks chunks_of(int n_chunks, int rank, int n_ctas) { return {n_chunks 
 // The producer warp requests the stages of the CTA's chunks: each lane a panel, the one after them the rows. What may be
 // read before the kernel before this one has ended, the weights, is asked for first.
 template <class W, int N>
-TL_DEVICE void produce(const WgmmaArgs &a, uint8_t *ring, uint64_t *full, uint64_t *empty, int first_panel, int first_group, int first, int end) {
+TL_DEVICE void produce(const WgmmaArgs &a, shared_t ring, shared_t full, shared_t empty, int first_panel, int first_group, int first, int end) {
   using S = Stage<W, N>;
   const GemmArgs &g = a.gemm;
   const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in);
@@ -58,12 +58,12 @@ TL_DEVICE void produce(const WgmmaArgs &a, uint8_t *ring, uint64_t *full, uint64
   const int64_t row_step = (int64_t)g.source.n_groups * kGroupBytes;
   const auto request_weights = [&](int stage, int slot) {
     const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
-    if (lane == 0) barrier_arrive_expecting(full + slot, n_panels * nbytes + row_bytes);
+    if (lane == 0) barrier_arrive_expecting(full + slot * 8, n_panels * nbytes + row_bytes);
     __syncwarp();
-    if (lane < n_panels) copy_bulk(ring + slot * S::kBytes + lane * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, full + slot);
+    if (lane < n_panels) copy_bulk(ring + slot * S::kBytes + lane * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, full + slot * 8);
   };
   const auto request_rows = [&](int stage, int slot) {
-    if (lane == kTilePanels) copy_bulk(ring + slot * S::kBytes + S::kWeightBytes, rows + stage * row_step, row_bytes, full + slot);
+    if (lane == kTilePanels) copy_bulk(ring + slot * S::kBytes + S::kWeightBytes, rows + stage * row_step, row_bytes, full + slot * 8);
   };
   const int n_early = min(a.n_stages, end - first);
   for (int s = 0; s < n_early; s++) request_weights(first + s, s);
@@ -71,7 +71,7 @@ TL_DEVICE void produce(const WgmmaArgs &a, uint8_t *ring, uint64_t *full, uint64
   for (int s = 0; s < n_early; s++) request_rows(first + s, s);
   int slot = 0, parity = 0;
   for (int s = first + n_early; s < end; s++) {
-    barrier_wait(empty + slot, parity);
+    barrier_wait(empty + slot * 8, parity);
     request_weights(s, slot);
     request_rows(s, slot);
     if (++slot == a.n_stages) slot = 0, parity ^= 1;
@@ -89,16 +89,17 @@ struct Ring {
 // Consumes the stages of one chunk into `sum`. While a stage's products run, the next one's weights go to registers; a
 // stage is free when the products after it have begun.
 template <class W, int N>
-TL_DEVICE void sum_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t *ring, uint64_t *full, uint64_t *empty, int panel, Ring &at) {
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], const WgmmaArgs &a, shared_t ring, shared_t full, shared_t empty, int panel, Ring &at) {
   using S = Stage<W, N>;
+  const int own_panel = panel * S::kPanelBytes + lane_id() * W::kLaneBytes;
   uint32_t w[2][kStageBlocks][4];
   int held = 0;
 #pragma unroll
   for (int j = 0; j < kChunkStages; j++) {
-    barrier_wait(full + at.slot, at.parity);
-    const uint8_t *stage = ring + at.slot * S::kBytes;
+    barrier_wait(full + at.slot * 8, at.parity);
+    const shared_t stage = ring + at.slot * S::kBytes;
 #pragma unroll
-    for (int b = 0; b < kStageBlocks; b++) W::load(w[j % 2][b], stage + panel * S::kPanelBytes + b * W::kBlockBytes);
+    for (int b = 0; b < kStageBlocks; b++) W::load(w[j % 2][b], stage + own_panel + b * W::kBlockBytes);
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < kStageBlocks; b++)
@@ -106,28 +107,29 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t 
     wgmma_commit();
     if (j > 0) {
       wgmma_wait<1>();
-      if (lane_id() == 0) barrier_arrive(empty + held);
+      if (lane_id() == 0) barrier_arrive(empty + held * 8);
     }
     held = at.slot;
     at.next(a.n_stages);
   }
   wgmma_wait<0>();
   accumulators_ready(sum);
-  if (lane_id() == 0) barrier_arrive(empty + held);
+  if (lane_id() == 0) barrier_arrive(empty + held * 8);
 }
 
 // The same for a last chunk of n_blocks blocks, one product at a time.
 template <class W, int N>
-TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const uint8_t *ring, uint64_t *full, uint64_t *empty, int panel, int n_blocks,
+TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], const WgmmaArgs &a, shared_t ring, shared_t full, shared_t empty, int panel, int n_blocks,
                                Ring &at) {
   using S = Stage<W, N>;
+  const int own_panel = panel * S::kPanelBytes + lane_id() * W::kLaneBytes;
 #pragma unroll 1
   for (int b = 0; b < n_blocks; b++) {
     const int in_stage = b % kStageBlocks;
-    if (in_stage == 0) barrier_wait(full + at.slot, at.parity);
-    const uint8_t *stage = ring + at.slot * S::kBytes;
+    if (in_stage == 0) barrier_wait(full + at.slot * 8, at.parity);
+    const shared_t stage = ring + at.slot * S::kBytes;
     uint32_t w[4];
-    W::load(w, stage + panel * S::kPanelBytes + in_stage * W::kBlockBytes);
+    W::load(w, stage + own_panel + in_stage * W::kBlockBytes);
     accumulators_ready(sum);
     wgmma_fence();
     wgmma<typename W::Op>(sum, w, wgmma_columns(stage + S::kWeightBytes + in_stage * 256, kGroupBytes), b > 0);
@@ -135,7 +137,7 @@ TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], const WgmmaArgs &a, const ui
     wgmma_wait<0>();
     accumulators_ready(sum);
     if (in_stage + 1 < kStageBlocks && b + 1 < n_blocks) continue;
-    if (lane_id() == 0) barrier_arrive(empty + at.slot);
+    if (lane_id() == 0) barrier_arrive(empty + at.slot * 8);
     at.next(a.n_stages);
   }
 }
@@ -156,20 +158,20 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_wgmma(const WgmmaArgs a) 
   using S = Stage<W, N>;
   constexpr int kSumFloats = N * kSumStride;
   const GemmArgs &g = a.gemm;
-  uint8_t *ring = shared_memory<uint8_t>();
-  uint64_t *full = (uint64_t *)(ring + a.n_stages * S::kBytes), *empty = full + kMaxStages;
-  float *sums = (float *)(empty + kMaxStages), *scratch;
+  uint8_t *memory = shared_memory<uint8_t>();
+  const shared_t ring = shared_of(memory), full = ring + a.n_stages * S::kBytes, empty = full + kMaxStages * 8;
+  float *sums = (float *)(memory + a.n_stages * S::kBytes + kBarrierBytes), *scratch;
   const int n_ctas = cluster_size(), rank = cluster_rank(), first_row = blockIdx.x / n_ctas * N;
   const int first_panel = blockIdx.y * kTilePanels;
   const int n_blocks = pad16(g.weight.n_in) / 16, n_chunks = (n_blocks + TL_K_CHUNK / 16 - 1) / (TL_K_CHUNK / 16);
   const Chunks chunks = chunks_of(n_chunks, rank, n_ctas);
   const int first_stage = chunks.first * kChunkStages, end_stage = min(chunks.end * kChunkStages, (n_blocks + kStageBlocks - 1) / kStageBlocks);
-  if (n_ctas == 1) sums = (float *)ring;  // when the ring has been read
+  if (n_ctas == 1) sums = (float *)memory;  // when the ring has been read
   scratch = sums + (n_ctas == 1 ? 1 : a.most_chunks) * kSumFloats;
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.n_stages; s++) {
-      barrier_init(full + s, 1);
-      barrier_init(empty + s, kConsumers / 32);
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, kConsumers / 32);
     }
     barrier_init_done();
   }
@@ -232,8 +234,6 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_wgmma(const WgmmaArgs a) 
   }
 #endif
 }
-
-constexpr int kBarrierBytes = 2 * kMaxStages * 8;
 
 template <class W, int N>
 void launch_tile(const Launcher &launcher, const GemmArgs &args) {

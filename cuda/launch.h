@@ -53,7 +53,7 @@ struct Launcher {
   template <class Args>
   void launch(void (*kernel)(Args), const Shape &shape, const Args &args) const {
 #if defined(TL_EMULATOR)
-    emulator::run(shape.grid, shape.n_threads, shape.shared_nbytes, shape.cluster, [&] { kernel(args); });
+    emulator::launch(shape.grid, shape.n_threads, shape.shared_nbytes, shape.cluster, [=] { kernel(args); });
 #else
     prepare((const void *)kernel, shape.shared_nbytes);
     cudaLaunchAttribute attributes[2];
