@@ -38,7 +38,9 @@ cdef class PageSpace:
         if self._warm:
             page = self._warm.pop()
         elif self._cold:
-            page = self._cold.pop()
+            page = self._cold[len(self._cold) - 1]
+            self._range.restore(page * self.page_nbytes, self.page_nbytes)
+            self._cold.pop()
         else:
             self._range.commit((self._n_seen + 1) * self.page_nbytes)
             page = <int32_t>self._n_seen

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <map>
 #include <memory>
+#include <mutex>
 
 #include "host.h"
 
@@ -177,6 +178,8 @@ void perform(std::vector<Copy> &copies) {
 }  // namespace
 
 void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (n_threads % 32 || grid.x % cluster) die("a launch of a broken warp or cluster");
   body_to_run = &body;
   const size_t n = (size_t)n_threads * cluster;
@@ -212,6 +215,15 @@ void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::fu
       }
       run_fibers();
     }
+}
+
+namespace {
+std::unique_ptr<std::vector<std::function<void()>>> recording;
+}
+
+void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body) {
+  if (!recording) return run(grid, n_threads, shared_nbytes, cluster, body);
+  recording->push_back([=] { run(grid, n_threads, shared_nbytes, cluster, body); });
 }
 
 uint8_t *shared_memory(int rank) { return ctas[rank].shared; }
@@ -346,3 +358,13 @@ double time_on_device(cudaStream_t, const std::function<void()> &enqueue) {
 }
 
 }  // namespace tl
+
+// Graphs, for the tests' stand-in of cuda.bindings: what is launched between begin and end is kept instead, and run by each launch.
+extern "C" {
+TL_API void emulator_begin_graph(void) { emulator::recording.reset(new std::vector<std::function<void()>>); }
+TL_API void *emulator_end_graph(void) { return emulator::recording.release(); }
+TL_API void emulator_launch_graph(void *graph) {
+  for (const auto &kernel : *(std::vector<std::function<void()>> *)graph) kernel();
+}
+TL_API void emulator_drop_graph(void *graph) { delete (std::vector<std::function<void()>> *)graph; }
+}

@@ -52,6 +52,8 @@ extern Thread *current;
 
 // Runs body as every thread of the grid.
 void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body);
+// The same, now or, while a graph is recorded, with each launch of it.
+void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body);
 
 uint8_t *shared_memory(int rank);
 void sync_cta(int id, int n_threads);

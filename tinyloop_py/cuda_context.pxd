@@ -1,0 +1,13 @@
+from libc.stdint cimport int64_t
+
+from .context cimport Context
+from .memory cimport Buffer
+
+
+cdef class CudaContext(Context):
+    cdef readonly object device
+    cdef list _stages                  # (pinned buffer, event of the copy from it)
+    cdef int _next_stage
+    cdef Buffer _landing               # where a tensor lies on the device until it is packed
+
+    cdef int _grow_landing(self, int64_t nbytes, int64_t kept) except -1

@@ -1,0 +1,9 @@
+from .context import Context
+from .cuda_device import CudaDevice
+from .library import Library
+
+class CudaContext(Context):
+    def __init__(self, library: Library, device: int = 0) -> None: ...
+    @property
+    def device(self) -> CudaDevice: ...
+    def end_loading(self) -> None: ...

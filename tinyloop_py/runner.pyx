@@ -1,0 +1,54 @@
+"""Running batches on a backend: the seam between the engine, which knows rows and pages, and where they are computed.
+
+The host's runner is here; cuda_runner.pyx has CUDA's.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+
+from .abi cimport tl_batch, tl_status
+from .plan cimport Plan
+from .sampling cimport Sampling
+from .sequence cimport Sequence
+
+
+cdef class Runner:
+    """Runs a plan's batches where host memory is the backend's memory."""
+
+    def __init__(self, Plan plan):
+        self.plan = plan
+
+    cdef int run(self, tl_batch *batch) except -1:
+        """Runs a batch of host arrays; what it asks for is there on return. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_enqueue(self.plan.handle, batch, NULL)
+        self.plan.context.library.check(status, "running the model")
+        return 0
+
+    cdef int read_page(self, int part, int32_t page, void *keys, void *values, int64_t nbytes) except -1:
+        """The `nbytes` of keys, and of values, of a page in the canonical layout. The engine's lock is held."""
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, keys, values, NULL), "reading a KV page"
+        )
+        return 0
+
+    cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
+        """What draws up to `n_left` tokens after tokens[:n_tokens], of which the last has not run; None: step by step.
+
+        The engine's lock is held.
+        """
+        return None
+
+    def close(self):
+        """Waits for all work; nothing runs afterwards. Idempotent."""
+
+
+cdef class Stepper:
+    """One sequence whose steps run ahead of the host that reads its tokens."""
+
+    cdef int32_t next(self) except -1:
+        """The next drawn token. The engine's lock is not held."""
+        raise TypeError("a Stepper of no backend")
+
+    cdef void stop(self) noexcept:
+        """No more steps are asked for. Idempotent; the engine's lock need not be held."""
