@@ -13,6 +13,7 @@ import numpy as np
 from models import CONFIGS, random_model
 
 import tinyloop_py as tl
+from tinyloop_py.kv_export import export_kv
 
 BACKENDS_VARIABLE = "TINYLOOP_TEST_BACKENDS"  # those named must work; by default the CPU, and CUDA where it can be used
 ISAS = ("avx512", "avx2", "generic")
@@ -56,7 +57,7 @@ def kv_of(model: tl.Model, tokens: np.ndarray, loops: int | None = None, window:
     pool = tl.PrefixPool(64)
     for end in (*splits, len(tokens)):
         assert model.register_prefix(pool, tokens[:end], loops, window) == end
-    return model._engine.export_kv(entry_of(pool, model, tokens, loops, window).payload)
+    return export_kv(model._engine, entry_of(pool, model, tokens, loops, window).payload)
 
 
 def same_bits(a: Any, b: Any) -> bool:

@@ -8,6 +8,7 @@ from runtime import as_float, entry_of, open_model
 from tolerances import TOLERANCES, assert_close
 
 import tinyloop_py as tl
+from tinyloop_py.kv_export import export_kv
 
 KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
 N = 80
@@ -62,7 +63,7 @@ def test_kv_and_hidden_rows_of_a_prefix(backend, name):
     with open_model(backend, name, kv_mode="fp32") as model:
         model.register_prefix(pool, tokens)
         prefix = entry_of(pool, model, tokens).payload
-        stages = model._engine.export_kv(prefix)
+        stages = export_kv(model._engine, prefix)
     hidden = reference(name, "f32", "fp32").hidden(tokens)
     assert_close(prefix.final_x, hidden.final[-1], "f32", "f32")
     assert_close(prefix.boundary_x, hidden.boundaries[:, -1], "f32", "f32")

@@ -7,7 +7,7 @@ from importlib.metadata import version as _version
 from pathlib import Path as _Path
 
 _folder = _Path(__file__).resolve().parent
-if not any(_folder.glob("model.*.so")):
+if not any(_folder.glob("engine.*.so")):
     # Python started in a clone finds the source folder first, which has nothing compiled: go on with the installed package.
     _spec = _PathFinder.find_spec("tinyloop_py", [p for p in _sys.path if _Path(p).resolve() != _folder.parent])
     __path__ = list((_spec and _spec.submodule_search_locations) or __path__)

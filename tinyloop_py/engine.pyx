@@ -1,4 +1,4 @@
-"""Running a model's plan: prompts in bounded steps, then token after token.
+"""Running a model's plan in bounded steps, one sequence a step; lockstep.pyx runs many in one.
 
 The lock covers one step. A step that fails leaves its sequence as it was, and everything held stays usable.
 """
@@ -11,11 +11,10 @@ import numpy as np
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
 from .abi cimport (
-    TL_BF16, TL_F32, TL_PAGE_POSITIONS, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE,
-    tl_batch, tl_status,
+    TL_PAGE_POSITIONS, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE, tl_batch, tl_status,
 )
 from .plan cimport Plan
 from .sampling cimport Sampling
@@ -75,11 +74,15 @@ cdef class Engine:
             nbytes += n * self.plan.store.page_nbytes(part) * (loops if part == TL_STAGE_CORE else 1)
         return nbytes
 
+    cdef int check_open(self) except -1:
+        if self._closed:
+            raise RuntimeError("tinyloop.Model is closed; a call that was running cannot go on")
+        return 0
+
     cdef int run_locked(self, tl_batch *batch) except -1:
         """Runs a batch; the lock is held."""
         cdef tl_status status
-        if self._closed:
-            raise RuntimeError("tinyloop.Model is closed; a call that was running cannot go on")
+        self.check_open()
         batch.size = sizeof(tl_batch)
         with nogil:
             status = self.plan.context.library.f.plan_enqueue(self.plan.handle, batch, NULL)
@@ -91,6 +94,7 @@ cdef class Engine:
         cdef int i, first = seq.n_tokens
         cdef const int32_t *table = seq.table
         with self._lock:
+            self.check_open()
             seq.grow(first + n)
             for i in range(n):
                 self._pos[i] = first + i
@@ -152,41 +156,6 @@ cdef class Engine:
             seq.copy_tail(base)
         return 0
 
-    def export_kv(self, KvPrefix prefix):
-        """The keys and values of a prefix in the canonical layout.
-
-        Returns
-        -------
-        dict
-            Stage (0 prelude, 1 coda, 2 + loop) -> (first position, keys, values): arrays (n_layers, n_kv_heads, n, head_dim)
-            of the KV type (bf16 as uint16) from the first position that is still held on.
-        """
-        pages = {}
-        for span in (*prefix.spans, *(() if prefix.tail is None else (prefix.tail,))):
-            for stage, page, index in span.held():
-                pages.setdefault(stage, {})[index] = self.export_page(stage, page)
-        out = {}
-        for stage, held in pages.items():
-            first = min(held)
-            keys, values = (np.concatenate([held[i][which] for i in sorted(held)], axis=2) for which in range(2))
-            n = prefix.n_tokens - first * TL_PAGE_POSITIONS
-            out[stage] = (first * TL_PAGE_POSITIONS, keys[:, :, :n], values[:, :, :n])
-        return out
-
-    def export_page(self, int stage, int page):
-        """(keys, values) of one page, (n_layers, n_kv_heads, 16, head_dim) each."""
-        cdef int part = min(stage, TL_STAGE_CORE)
-        c = self.config
-        n_layers = (c.n_prelude, c.n_coda, c.n_core)[part]
-        dtype = np.float32 if self.plan.desc.kv_dtype == TL_F32 else np.uint16 if self.plan.desc.kv_dtype == TL_BF16 else np.float16
-        out = np.empty((2, n_layers, c.n_kv_heads, TL_PAGE_POSITIONS, c.head_dim), dtype)
-        cdef unsigned char[::1] view = out.reshape(-1).view(np.uint8)
-        cdef size_t half = view.shape[0] // 2
-        with self._lock:
-            status = self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, &view[0], &view[half], NULL)
-        self.plan.context.library.check(status, "reading a KV page")
-        return out[0], out[1]
-
     def logits(self, const int32_t[::1] tokens, int loops, int window, bint last_only):
         """Logits of every position, or of the last, float32 (n, vocab_size)."""
         cdef Sequence seq = self.new_sequence(loops, window)
@@ -240,130 +209,3 @@ cdef class Engine:
             return perf_counter() - begin
         finally:
             seq.release()
-
-
-cdef class Generation:
-    """A prompt and the tokens drawn for it.
-
-    Parameters
-    ----------
-    tokens
-        The prompt, at least one token; copied.
-    prefix
-        KV of a prefix of the prompt to go on from, or None.
-    """
-
-    def __init__(self, Engine engine, const int32_t[::1] tokens, int max_tokens, int loops, int window, Sampling sampling, KvPrefix prefix=None):
-        self.engine = engine
-        self.sampling = sampling
-        self.max_tokens = max_tokens
-        self.n_prompt = self.n_tokens = tokens.shape[0]
-        self.tokens = <int32_t *>malloc((self.n_prompt + max_tokens) * sizeof(int32_t))
-        if self.tokens == NULL:
-            raise MemoryError
-        memcpy(self.tokens, &tokens[0], self.n_prompt * sizeof(int32_t))
-        self.seq = engine.new_sequence(loops, window)
-        try:
-            self.start(prefix)
-        except BaseException:
-            self.seq.release()
-            raise
-
-    def __dealloc__(self):
-        free(self.tokens)
-
-    cdef int start(self, KvPrefix prefix) except -1:
-        """Runs what the prefix does not cover, and draws the first token."""
-        cdef tl_batch want
-        self.engine.open(self.seq, prefix, self.n_prompt + self.max_tokens)
-        self.n_cached = self.seq.n_tokens
-        memset(&want, 0, sizeof(want))
-        if self.max_tokens > 0:
-            want.sections = TL_RUN_HEAD
-            want.n_out = 1
-            self.ask(&want)
-        if self.n_cached < self.n_prompt:
-            self.engine.prefill(self.seq, self.tokens, self.n_prompt, &want)
-        elif self.max_tokens > 0:
-            self.run_head(prefix.final_x, &want)
-        if self.max_tokens == 0:
-            self.finish("length")
-        self._has_drawn = self.max_tokens > 0
-        return 0
-
-    cdef int ask(self, tl_batch *want) except -1:
-        """Has the step draw the token that follows."""
-        self.sampling.c.position = self.n_tokens
-        self.sampling.c.history = self.tokens
-        self.sampling.c.n_history = self.n_tokens
-        want.sampling = &self.sampling.c
-        want.sampled = &self._drawn
-        return 0
-
-    cdef int run_head(self, const float[::1] final_x, tl_batch *want) except -1:
-        """The whole prompt is cached: only the head runs, on the last token's x."""
-        want.x_in = &final_x[0]
-        with self.engine._lock:
-            self.engine.run_locked(want)
-        PyErr_CheckSignals()
-        return 0
-
-    cdef int next_token(self) except? -2:
-        """Draws the next token and returns it; -1 when the output has ended."""
-        cdef tl_batch want
-        cdef int32_t zero = 0
-        if self.finish_reason is not None:
-            return -1
-        if not self._has_drawn:
-            memset(&want, 0, sizeof(want))
-            want.sections = TL_RUN_HEAD
-            want.n_out = 1
-            want.out_row = &zero
-            self.ask(&want)
-            self.engine.step(self.seq, self.tokens + self.n_tokens - 1, 1, &want)
-        self._has_drawn = False
-        self.tokens[self.n_tokens] = self._drawn
-        self.n_tokens += 1
-        if self.sampling.stops(self._drawn):
-            self.finish("stop")
-        elif self.n_tokens - self.n_prompt == self.max_tokens:
-            self.finish("length")
-        return self._drawn
-
-    cdef int finish(self, str reason) except -1:
-        self.finish_reason = reason
-        self.seq.release()
-        return 0
-
-    def close(self):
-        """Ends the output and frees its pages. Idempotent."""
-        if self.finish_reason is None:
-            self.finish("cancelled")
-
-    def run(self):
-        """Draws until the end and returns prompt and output as a list."""
-        try:
-            while self.next_token() >= 0:
-                pass
-        finally:
-            self.close()
-        return self.all_tokens()
-
-    def all_tokens(self):
-        """Prompt and output so far, as a list of ints."""
-        cdef int i
-        return [self.tokens[i] for i in range(self.n_tokens)]
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        cdef int token = self.next_token()
-        if token < 0:
-            raise StopIteration
-        return token
-
-    @property
-    def n_prefilled(self):
-        """Prompt tokens that ran through the model."""
-        return self.n_prompt - self.n_cached

@@ -9,14 +9,15 @@ from tokenizers import Tokenizer
 from typing_extensions import Self, disjoint_base
 
 from .config import ModelConfig
-from .engine import Engine, Generation
+from .engine import Engine
+from .generation import Generation
 from .pool import PrefixPool
 from .pool_client import PoolClient
 
 _Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
 
 @disjoint_base
-class Model(PoolClient):
+class LoadedModel(PoolClient):
     def __init__(
         self,
         path: str | PathLike[str],
@@ -59,40 +60,6 @@ class Model(PoolClient):
     def numerics_id(self) -> str: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    def generate(
-        self,
-        prompt: _Tokens,
-        max_tokens: int = 128,
-        loops: int | None = None,
-        temperature: float = 1.0,
-        top_k: int = 50,
-        cache_window: int = 0,
-        *,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        stop_tokens: Iterable[int] | None = None,
-    ) -> list[int]: ...
-    def generate_with_pool(
-        self,
-        pool: PrefixPool,
-        prompt: _Tokens,
-        max_tokens: int = 128,
-        loops: int | None = None,
-        temperature: float = 1.0,
-        top_k: int = 50,
-        cache_window: int = 0,
-        *,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        stop_tokens: Iterable[int] | None = None,
-        namespace: str | None = None,
-    ) -> list[int]: ...
     def _start(
         self,
         prompt: _Tokens,
@@ -110,15 +77,5 @@ class Model(PoolClient):
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         stop_tokens: Iterable[int] | None = None,
+        run_prompt: bool = True,
     ) -> Generation: ...
-    def logits(self, tokens: _Tokens, loops: int | None = None, cache_window: int = 0, *, last_only: bool = False) -> npt.NDArray[np.float32]: ...
-    def register_prefix(
-        self,
-        pool: PrefixPool | None,
-        tokens: _Tokens,
-        loops: int | None = None,
-        cache_window: int = 0,
-        *,
-        namespace: str | None = None,
-        pin: bool = False,
-    ) -> int: ...

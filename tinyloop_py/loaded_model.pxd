@@ -1,0 +1,30 @@
+from libc.stdint cimport int32_t, int64_t
+
+from .engine cimport Engine
+from .generation cimport Generation
+from .pool_client cimport PoolClient
+
+
+cdef class LoadedModel(PoolClient):
+    cdef object __weakref__
+    cdef readonly Engine _engine
+    cdef readonly object config
+    cdef readonly int max_seq_len
+    cdef readonly str device
+    cdef readonly str kv_mode
+    cdef readonly str path
+    cdef readonly str chat_template
+    cdef readonly tuple stop_ids
+    cdef object _tokenizer_json, _tokenizer
+    cdef frozenset _stop_tokens
+    cdef object _pools                 # that may hold this model's entries
+    cdef int _pid
+    cdef bint _warned
+    cdef readonly int64_t nbytes
+
+    cdef const int32_t[::1] prompt_tokens(self, object prompt, object max_tokens, int *n_new, str name=*)
+    cdef int warn_depth(self, int loops) except -1
+    cdef Generation open_generation(
+        self, str method, object prompt, object max_tokens, object loops, object temperature, object top_k, object cache_window, object pool,
+        object namespace, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed, object stop_tokens,
+    )

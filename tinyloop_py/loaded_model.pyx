@@ -1,0 +1,183 @@
+"""LoadedModel: a model file at work on one device, and how every call on it begins; model.py adds the calls."""
+
+import os
+import warnings
+import weakref
+
+from libc.stdint cimport INT32_MAX, int32_t
+from posix.unistd cimport getpid
+
+from .arguments cimport int_argument
+from .engine cimport Engine
+from .generation cimport Generation
+from .plan cimport Plan
+from .pool cimport PrefixPool
+from .pool_client cimport PoolClient
+from .sampling cimport Sampling
+from .tokens cimport as_tokens, c_check_vocab
+
+from .devices import open_context
+from .kv_modes import KV_DTYPES, resolve_kv_mode
+from .model_file import open_model_file
+from .packing import load_weights
+
+cdef int MAX_ROWS = 512  # tokens of one prefill step
+cdef int MAX_OUT = 64    # of them, rows that may reach the head
+
+
+cdef class LoadedModel(PoolClient):
+    """Base class of Model: weights, KV store and engine, arguments, and the start of a generation."""
+
+    def __init__(self, path, max_seq_len=2048, *, device="auto", kv_mode=None, threads=None, kv_budget=None):
+        self.closed = True  # until everything is there
+        self.max_seq_len = int_argument(max_seq_len, "max_seq_len", 1, 1 << 24)
+        self.kv_mode = resolve_kv_mode(kv_mode)
+        if threads is not None:
+            threads = int_argument(threads, "threads", 1, 1024)
+        if kv_budget is not None:
+            kv_budget = int_argument(kv_budget, "kv_budget", 1, 1 << 50)
+        self.path = os.fspath(path)
+        self._pools = weakref.WeakSet()
+        self._pid = getpid()
+        with open_model_file(path) as file:
+            PoolClient.__init__(self, file.config.default_loops, file.config.max_loops)
+            self.config = file.config
+            self.stop_ids = tuple(file.stop_ids)
+            self._stop_tokens = frozenset(self.stop_ids)
+            self.chat_template = file.chat_template
+            self._tokenizer_json = file.tokenizer_json
+            context, self.device = open_context(device, threads)
+            weights = load_weights(context, file)
+        rows = min(MAX_ROWS, self.max_seq_len)
+        plan = Plan(context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget)
+        self.nbytes = weights.nbytes
+        self._engine = Engine(plan, self.config)
+        self.closed = False
+
+    def __enter__(self):
+        self.check_open("__enter__")
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.close()
+
+    def __repr__(self):
+        state = "closed" if self.closed else f"device={self.device!r}, kv_mode={self.kv_mode!r}, max_seq_len={self.max_seq_len}"
+        return f"<tinyloop.Model {self.path!r} {state}>"
+
+    def close(self):
+        """Free weights, KV and threads, and drop this model's entries from every pool. Idempotent.
+
+        A call that another thread is in raises RuntimeError at its next step.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        if getpid() != self._pid:  # a forked child: its parent's threads are not here
+            return
+        for pool in list(self._pools):
+            (<PrefixPool>pool)._drop_model(self.model_key)
+        self._engine.close()
+
+    cdef int check_open(self, str method) except -1:
+        if self.closed:
+            raise RuntimeError(f"tinyloop.Model is closed; cannot call {method}")
+        if getpid() != self._pid:
+            raise RuntimeError(f"tinyloop.Model was made before this process forked; cannot call {method}: make the model in the child")
+        return 0
+
+    @property
+    def kv_nbytes(self):
+        """Bytes of KV pages in use: by calls, pools, caches and handles."""
+        return self._engine.plan.store.used_nbytes
+
+    @property
+    def kv_budget(self):
+        """Bytes of KV pages that may be in use at a time, or None."""
+        return self._engine.plan.store.budget
+
+    @property
+    def kv_clamped(self):
+        """K and V values clamped to float16's range so far; not 0 means that bf16 would serve this model better."""
+        return self._engine.plan.n_clamped
+
+    @property
+    def threads(self):
+        """CPU threads that compute."""
+        return self._engine.plan.context.n_threads
+
+    @property
+    def numerics_id(self):
+        """What names the bits of this model's results: code path or GPU, numerics version, chunk sizes."""
+        return self._engine.plan.context.numerics_id
+
+    @property
+    def tokenizer(self):
+        """The file's tokenizer, a `tokenizers.Tokenizer`, or None."""
+        if self._tokenizer is None and self._tokenizer_json is not None:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_str(self._tokenizer_json)
+        return self._tokenizer
+
+    # ---- arguments
+
+    cdef const int32_t[::1] prompt_tokens(self, object prompt, object max_tokens, int *n_new, str name="prompt"):
+        """The checked prompt of a call that draws up to `max_tokens`; `name` is what an error calls it."""
+        cdef const int32_t[::1] tokens = as_tokens(prompt, name)
+        cdef Py_ssize_t bad
+        n_new[0] = int_argument(max_tokens, "max_tokens", 0, INT32_MAX)
+        if tokens.shape[0] == 0:
+            raise ValueError(f"{name} is empty, expected at least one token; start with the model's beginning-of-text token")
+        bad = c_check_vocab(&tokens[0], tokens.shape[0], self.config.vocab_size)
+        if bad >= 0:
+            raise ValueError(f"{name}[{bad}] is {tokens[bad]}, expected a token id from 0 to {self.config.vocab_size - 1}")
+        if tokens.shape[0] + <Py_ssize_t>n_new[0] > self.max_seq_len:
+            raise RuntimeError(
+                f"the {name}'s {tokens.shape[0]} tokens and max_tokens = {n_new[0]} exceed max_seq_len = {self.max_seq_len}; "
+                f"shorten them or make the model with a larger max_seq_len"
+            )
+        return tokens
+
+    cdef int warn_depth(self, int loops) except -1:
+        if loops > self.config.trained_loops and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"loops = {loops} is deeper than the {self.config.trained_loops} that this model was trained for", UserWarning, stacklevel=1
+            )
+        return 0
+
+    # ---- starting
+
+    cdef Generation open_generation(
+        self, str method, object prompt, object max_tokens, object loops, object temperature, object top_k, object cache_window, object pool,
+        object namespace, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed, object stop_tokens,
+    ):
+        """The checked arguments of a generating call as a Generation that has not run yet."""
+        cdef tuple key = self.pool_key(method, loops, cache_window, namespace)
+        cdef int n_new
+        if pool is not None and not isinstance(pool, PrefixPool):
+            raise TypeError(f"pool must be a PrefixPool, got {type(pool).__name__}")
+        cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
+        cdef Sampling sampling = Sampling(
+            temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, self._stop_tokens if stop_tokens is None else stop_tokens,
+            self.config.vocab_size,
+        )
+        self.warn_depth(key[1])
+        return Generation(self._engine, tokens, n_new, key, sampling, pool)
+
+    def _start(
+        self, prompt, max_tokens=128, loops=None, temperature=1.0, top_k=50, cache_window=0, *, pool=None, namespace=None,
+        top_p=1.0, min_p=0.0, repetition_penalty=1.0, logit_bias=None, seed=None, stop_tokens=None, run_prompt=True,
+    ):
+        """A Generation, an iterator of new tokens: what the generating methods run to its end.
+
+        `run_prompt=False` leaves the prompt to its first step, for `lockstep.step_generations`.
+        """
+        cdef Generation generation = self.open_generation(
+            "generate", prompt, max_tokens, loops, temperature, top_k, cache_window, pool, namespace, top_p, min_p, repetition_penalty,
+            logit_bias, seed, stop_tokens,
+        )
+        if run_prompt:
+            generation.start()
+        return generation

@@ -1,0 +1,53 @@
+"""Model: the public class, put together from families of methods over a loaded model."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Literal
+
+from .generating import Generating
+from .loaded_model import LoadedModel
+from .pooling import Pooling
+
+
+class Model(Generating, Pooling, LoadedModel):
+    """A looped language model, loaded from a `.tinyloop` file.
+
+    A context manager; `close` frees everything. Several threads may call one model: a step is run at a time.
+
+    Parameters
+    ----------
+    path : str or path
+        The model file.
+    max_seq_len : int
+        Most tokens of one sequence, prompt and output.
+    device : {"auto", "cpu", "cuda", "cuda:N"}
+        "auto" is the first CUDA device where one can be used, else the CPU.
+    kv_mode : {"fp16", "bf16", "fp32"}, optional
+        Type that K and V are stored in; None takes it from the environment (`TINYLOOP_KV_*`), else fp16.
+    threads : int, optional
+        CPU threads, None for the cores that this process may use. The number never changes a result.
+    kv_budget : int, optional
+        Bytes of KV pages that may be in use at a time.
+
+    Raises
+    ------
+    FileNotFoundError, FormatError
+        There is no such file, or it is not a sound model file; FormatError is a ValueError.
+    TypeError, ValueError, RuntimeError
+        An argument is not of its kind, or the device cannot be used.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        max_seq_len: int = 2048,
+        *,
+        device: str = "auto",
+        kv_mode: Literal["fp16", "bf16", "fp32"] | None = None,
+        threads: int | None = None,
+        kv_budget: int | None = None,
+    ) -> None:
+        super().__init__(path, max_seq_len, device=device, kv_mode=kv_mode, threads=threads, kv_budget=kv_budget)
