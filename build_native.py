@@ -279,8 +279,8 @@ def build_cpu(build: Path = BUILD, lib: Path = LIB, environ: Mapping[str, str] =
     compile_all(Job((*base, *flags, "-c", str(source)), target, (source, *headers)) for source, target, flags in units)
     objects = [str(target) for _, target, _ in units]
     defined = [] if any(flag.startswith("-fsanitize") for flag in more) else ["-Wl,--no-undefined"]  # a sanitizer's runtime comes from outside
-    link = [*compiler, "-shared", "-pthread", *defined, *more, *objects, *shlex.split(environ.get("LDFLAGS", ""))]
-    return link(link, build, lib / "libtinyloop_cpu.so")
+    command = [*compiler, "-shared", "-pthread", *defined, *more, *objects, *shlex.split(environ.get("LDFLAGS", ""))]
+    return link(command, build, lib / "libtinyloop_cpu.so")
 
 
 def build_cuda(nvcc: Path, build: Path = BUILD, lib: Path = LIB, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Path | None:

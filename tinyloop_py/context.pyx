@@ -80,6 +80,10 @@ cdef class Context:
         """Address space that gets memory on demand."""
         return HostRange(nbytes)
 
+    def page_copy(self):
+        """What copies a KV page, called with (to, source, nbytes); None where pages are host memory."""
+        return None
+
     def free_nbytes(self):
         """Bytes that could still be allocated, or None where unknown."""
         return free_host_memory()
@@ -96,6 +100,10 @@ cdef class Context:
     cdef int copy(self, uintptr_t to, uintptr_t source, int64_t nbytes) except -1:
         """Copies between any two places, in the order of what is enqueued; host memory is free again on return."""
         memcpy(<void *>to, <const void *>source, nbytes)
+        return 0
+
+    cdef int wait(self) except -1:
+        """Waits for all that is enqueued."""
         return 0
 
     cdef uintptr_t readable(self, object array, int64_t *used) except? 0:
@@ -140,6 +148,9 @@ cdef class Context:
                 status = self.library.f.matrix_pack(self.handle, &packed.matrix, &rows, self.stream)
             self.library.check(status, f"packing {what}")
         return packed
+
+    def end_loading(self):
+        """Frees what `pack` used to bring tensors to the device. Idempotent."""
 
     # ---- single operations
 

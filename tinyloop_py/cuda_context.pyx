@@ -46,11 +46,18 @@ cdef class CudaContext(Context):
     def alloc_range(self, int64_t nbytes) -> AddressRange:
         return DeviceRange(self.device, nbytes)
 
+    def page_copy(self):
+        return self.device.copy
+
     def free_nbytes(self):
         return self.device.free_nbytes()
 
     cdef int copy(self, uintptr_t to, uintptr_t source, int64_t nbytes) except -1:
         self.device.copy(to, source, nbytes)
+        return 0
+
+    cdef int wait(self) except -1:
+        self.device.wait("the work before")
         return 0
 
     # ---- loading weights: the host reads into one pinned buffer while another is copied

@@ -7,7 +7,7 @@ from .runner cimport Runner
 
 cdef class CudaRunner(Runner):
     cdef readonly object device
-    cdef object _lock                  # the engine's
+    cdef readonly object lock           # the engine's
     cdef object _copied                # event: the staging buffer has been read
     cdef Buffer _staging               # pinned: the arrays of a batch, side by side
     cdef Buffer _inputs                # the same on the device
@@ -16,6 +16,7 @@ cdef class CudaRunner(Runner):
     cdef int64_t _used, _out_used
     cdef dict _lanes                   # (loops, window) -> idle lanes
 
+    cpdef int check_open(self) except -1
     cdef uintptr_t put(self, const void *source, int64_t nbytes) noexcept
     cdef uintptr_t room(self, int64_t nbytes) noexcept
     cdef int lay_inputs(self, const tl_batch *batch, tl_batch *there) except -1

@@ -33,9 +33,14 @@ cdef class CudaRunner(Runner):
     def __init__(self, Plan plan, lock):
         Runner.__init__(self, plan)
         self.device = (<CudaContext>plan.context).device
-        self._lock = lock
+        self.lock = lock
         self._copied = self.device.make_event()
         self._lanes = {}
+
+    cpdef int check_open(self) except -1:
+        if self._lanes is None:
+            raise RuntimeError("tinyloop.Model is closed; a call that was running cannot go on")
+        return 0
 
     def close(self):
         if self._lanes is None:

@@ -235,7 +235,7 @@ cdef class CudaStepper(Stepper):
         if lane is None or self._n_taken == self._n_left:
             raise RuntimeError("this decoding has ended")
         if self._n_launched - self._n_taken <= AHEAD - STEPS_OF_GRAPH and self._n_launched < self._n_left:
-            with self._runner._lock:
+            with self._runner.lock:
                 self._runner.check_open()
                 self.launch_ahead()
         token = lane.wait_for(self._first_serial + self._n_taken + 1)

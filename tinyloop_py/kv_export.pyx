@@ -39,6 +39,6 @@ def export_page(Engine engine, int stage, int page):
     cdef unsigned char[::1] view = out.reshape(-1).view(np.uint8)
     cdef size_t half = view.shape[0] // 2
     with engine._lock:
-        status = engine.plan.context.library.f.plan_export_page(engine.plan.handle, part, page, &view[0], &view[half], NULL)
-    engine.plan.context.library.check(status, "reading a KV page")
+        engine.check_open()
+        engine.runner.read_page(part, page, &view[0], &view[half], half)
     return out[0], out[1]
