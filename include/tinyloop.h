@@ -188,7 +188,7 @@ typedef struct tl_sampling {
   const int32_t *history;     /* memory, (n_history,) tokens that the penalty counts; repeats allowed */
 } tl_sampling;
 
-/* A row that steps by itself: what the draw at the end of a step changes, so that the next step can be enqueued unchanged. */
+/* CUDA: a row that steps by itself, what the draw at the end of a step changes, so that the next step can be enqueued unchanged. */
 typedef struct tl_decode {
   uint32_t size;
   int32_t n_drawn;            /* in/out: draws so far */
@@ -203,9 +203,9 @@ typedef struct tl_decode {
 
 enum { TL_RUN_PRELUDE = 1, TL_RUN_CORE = 2, TL_RUN_CODA = 4, TL_RUN_HEAD = 8, TL_RUN_ALL = 15 };
 
-/* Rows to run. A row is one token of one sequence; rows of a sequence are in ascending position order. A row with
- * pos < 0 does nothing. Arrays are memory; on CUDA nothing in them is read before the batch runs, so that a captured
- * batch may be replayed with other rows: the numbers here are then upper bounds, and rows without work have pos < 0. */
+/* Rows to run. A row is one token of one sequence; rows of a sequence are in ascending position order. Arrays are memory.
+ * On CUDA nothing in them is read before the batch runs, so that a captured batch may be replayed with other rows: the
+ * numbers here are then upper bounds, and rows without work have pos < 0. */
 typedef struct tl_batch {
   uint32_t size;
   int32_t n_rows;
@@ -224,7 +224,7 @@ typedef struct tl_batch {
   float *logits;                /* (n_out, vocab_size), or NULL */
   const tl_sampling *sampling;  /* (n_out,), or NULL */
   int32_t *sampled;             /* (n_out,) drawn tokens; needs sampling, and may be NULL with decode */
-  tl_decode *decode;            /* (n_out,), or NULL; needs sampling and n_out == n_rows, out_row[i] == i. Row i's token and pos
+  tl_decode *decode;            /* (n_out,), or NULL; CUDA alone has it; needs sampling and n_out == n_rows, out_row[i] == i. Row i's token and pos
                                  * are written: a draw's position is pos + 1, and its history tl_decode.history where given */
 } tl_batch;
 

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICE_NBYTES = 1 << 32
 GRANULARITY = 1 << 21
 UNWRITTEN = 0xFF  # NaN in every float type
+MAP_NORESERVE, MADV_DONTNEED = 0x4000, 4
+EXPORTS = "{ global: tl_*; emulator_*; local: *; };\n"
 
 
 def build() -> Path:
@@ -39,9 +41,6 @@ def build() -> Path:
         b.compile_all(jobs)
         b.link([*compiler, "-shared", *(str(job.target) for job in jobs)], folder, library, EXPORTS)
     return library
-
-
-EXPORTS = "{ global: tl_*; emulator_*; local: *; };\n"
 
 
 class Status(enum.IntEnum):
@@ -98,7 +97,7 @@ class Device:
 
     def reserve(self, nbytes: int, *_: Any) -> tuple[Any, ...]:
         assert nbytes % GRANULARITY == 0
-        pointer = _libc.mmap(None, nbytes + GRANULARITY, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0, 0x22 | 0x4000, -1, 0)
+        pointer = _libc.mmap(None, nbytes + GRANULARITY, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         aligned = -(-pointer // GRANULARITY) * GRANULARITY
         self.reserved[aligned] = nbytes
         return Status.success, aligned
@@ -128,7 +127,7 @@ class Device:
 
     def unmap(self, pointer: int, nbytes: int) -> tuple[Any, ...]:
         assert self.mapped.pop(pointer) == nbytes
-        _libc.madvise(pointer, nbytes, 4)  # MADV_DONTNEED
+        _libc.madvise(pointer, nbytes, MADV_DONTNEED)
         assert _libc.mprotect(pointer, nbytes, 0) == 0
         return _OK
 
@@ -200,11 +199,17 @@ def _modules(device: Device) -> tuple[ModuleType, ModuleType]:
     return runtime, driver
 
 
+def installed() -> Device | None:
+    """The stand-in's device, where this process runs on it."""
+    return getattr(sys.modules.get("cuda.bindings.runtime"), "emulated_device", None)
+
+
 def install() -> Device:
     """Builds the emulator and puts it where the CUDA library and cuda.bindings are looked for, in this process."""
     library = build()
     device = Device(library)
     runtime, driver = _modules(device)
+    runtime.emulated_device = device  # type: ignore[attr-defined]
     for name in ("cuda", "cuda.bindings"):
         package = sys.modules.setdefault(name, ModuleType(name))
         package.__path__ = getattr(package, "__path__", [])  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ cdef class Context:
     cdef int _pid
 
     cdef void destroy(self) noexcept
-    cdef uintptr_t readable(self, object array, int64_t *used) except? 0
+    cdef int expect(self, int64_t nbytes) except -1
+    cdef uintptr_t readable(self, object array) except? 0
     cdef int copy(self, uintptr_t to, uintptr_t source, int64_t nbytes) except -1
     cdef int wait(self) except -1

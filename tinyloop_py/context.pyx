@@ -106,8 +106,12 @@ cdef class Context:
         """Waits for all that is enqueued."""
         return 0
 
-    cdef uintptr_t readable(self, object array, int64_t *used) except? 0:
-        """Where the backend can read a host array until the next pack; `used` counts the bytes that a pack has taken for that."""
+    cdef int expect(self, int64_t nbytes) except -1:
+        """Makes room for `nbytes` of arrays that `readable` will be asked about; what it gave before is read no more."""
+        return 0
+
+    cdef uintptr_t readable(self, object array) except? 0:
+        """Where the backend can read a host array, from what is enqueued next, until `expect`."""
         return array.__array_interface__["data"][0]
 
     # ---- matrices
@@ -128,7 +132,6 @@ cdef class Context:
         cdef PackedMatrix packed = PackedMatrix.__new__(PackedMatrix)
         cdef tl_pack_rows rows
         cdef uint64_t nbytes
-        cdef int64_t used
         packed.matrix.size = sizeof(tl_matrix)
         packed.matrix.dtype = DTYPES[dtype]
         packed.matrix.n_out = n_out
@@ -141,9 +144,9 @@ cdef class Context:
         for data, scales, n_rows, block, stride, offset in sources:
             rows.size = sizeof(rows)
             rows.n_rows, rows.block, rows.stride, rows.offset = n_rows, block, stride, offset
-            used = 0
-            rows.src = <const void *>self.readable(data, &used)
-            rows.scales = NULL if scales is None else <const float *>self.readable(scales, &used)
+            self.expect(data.nbytes + (0 if scales is None else scales.nbytes + 256))
+            rows.src = <const void *>self.readable(data)
+            rows.scales = NULL if scales is None else <const float *>self.readable(scales)
             with nogil:
                 status = self.library.f.matrix_pack(self.handle, &packed.matrix, &rows, self.stream)
             self.library.check(status, f"packing {what}")

@@ -9,5 +9,4 @@ cdef class CudaContext(Context):
     cdef list _stages                  # (pinned buffer, event of the copy from it)
     cdef int _next_stage
     cdef Buffer _landing               # where a tensor lies on the device until it is packed
-
-    cdef int _grow_landing(self, int64_t nbytes, int64_t kept) except -1
+    cdef int64_t _landed               # bytes of it in use

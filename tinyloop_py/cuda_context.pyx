@@ -62,16 +62,20 @@ cdef class CudaContext(Context):
 
     # ---- loading weights: the host reads into one pinned buffer while another is copied
 
-    cdef uintptr_t readable(self, object array, int64_t *used) except? 0:
-        cdef uintptr_t source = array.__array_interface__["data"][0], pinned, to
-        cdef int64_t nbytes = array.nbytes, at = 0, n
-        cdef int64_t begin = used[0]
-        used[0] = begin + (nbytes + 255) // 256 * 256
-        if self._landing is None or self._landing.nbytes < used[0]:
-            self._grow_landing(used[0], begin)
-        to = self._landing.pointer + begin
+    cdef int expect(self, int64_t nbytes) except -1:
         if not self._stages:
             self._stages = [(PinnedBuffer(self.device, STAGE_NBYTES), self.device.make_event()) for _ in range(N_STAGES)]
+        if self._landing is None or self._landing.nbytes < nbytes:
+            self.device.wait("loading weights")  # what is packed from the old one
+            self._landing = None
+            self._landing = DeviceBuffer(self.device, nbytes, "a weight on its way")
+        self._landed = 0
+        return 0
+
+    cdef uintptr_t readable(self, object array) except? 0:
+        cdef uintptr_t source = array.__array_interface__["data"][0], pinned, to = self._landing.pointer + self._landed
+        cdef int64_t nbytes = array.nbytes, at = 0, n
+        self._landed += (nbytes + 255) // 256 * 256
         while at < nbytes:
             buffer, event = self._stages[self._next_stage]
             self._next_stage = (self._next_stage + 1) % N_STAGES
@@ -84,15 +88,6 @@ cdef class CudaContext(Context):
             self.device.record(event)
             at += n
         return to
-
-    cdef int _grow_landing(self, int64_t nbytes, int64_t kept) except -1:
-        """Makes the device's place for one tensor larger; its first `kept` bytes stay."""
-        cdef Buffer larger = DeviceBuffer(self.device, nbytes, "a weight on its way")
-        if kept:
-            self.device.copy(larger.pointer, self._landing.pointer, kept)
-        self.device.wait("loading weights")  # what was packed from the old one
-        self._landing = larger
-        return 0
 
     def end_loading(self):
         """Waits for the weights and frees what they passed through. Idempotent."""

@@ -1,0 +1,212 @@
+"""What is CUDA's alone: decoding lanes, memory on the device, and errors. Skipped where the run has no CUDA backend.
+
+Counters of allocations and graphs are the emulator's (TINYLOOP_TEST_BACKENDS=cuda-emulated); the rest holds on a GPU as well.
+"""
+
+import gc
+import sys
+
+import emulated_cuda
+import numpy as np
+import pytest
+from models import CONFIGS, random_tokens
+from runtime import backends, open_model
+from tolerances import TOLERANCES
+
+import tinyloop_py as tl
+from tinyloop_py import devices
+from tinyloop_py.lockstep import step_generations
+
+pytestmark = pytest.mark.skipif("cuda" not in backends(), reason="no CUDA device, and TINYLOOP_TEST_BACKENDS does not name cuda-emulated")
+PROMPT = random_tokens(CONFIGS["shipped"], 40)
+
+
+@pytest.fixture
+def emulated():
+    """The emulator's device."""
+    return emulated_cuda.installed() or pytest.skip("a GPU does not count its calls")
+
+
+def step_by_step(model, prompt, max_tokens, **how):
+    """The tokens of a generation that asks for logits, and so never runs ahead."""
+    generation = model._start(prompt, max_tokens, run_prompt=False, **how)
+    generation.keep_logits()
+    return generation.run()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 1.2, "seed": 4, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "logit_bias": {5: 8.0, 9: -float("inf")}},
+        {"temperature": 0.9, "seed": 8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "cache_window": 24},
+    ],
+    ids=["greedy", "drawn", "penalty", "bias", "filters and window"],
+)
+def test_steps_that_run_ahead_draw_what_single_steps_draw(how):
+    with open_model("cuda", "shipped", "bf16") as model:
+        ahead = model.generate(PROMPT, 37, loops=2, stop_tokens=(), **how)
+        assert ahead == step_by_step(model, PROMPT, 37, loops=2, stop_tokens=(), **how)
+        for stop in (ahead[43], ahead[60]):
+            stopped = model.generate(PROMPT, 37, loops=2, stop_tokens=(stop,), **how)
+            assert stopped == ahead[: ahead.index(stop, 40) + 1]
+        assert model.kv_nbytes == 0
+
+
+def test_generations_that_take_turns_keep_their_own_rows():
+    with open_model("cuda", "shipped", "bf16") as model:
+        prompts = [random_tokens(CONFIGS["shipped"], n, seed=n) for n in (5, 31, 64)]
+        alone = [model.generate(p, 20, loops=2, temperature=1.0, seed=n, stop_tokens=())[len(p) :] for n, p in enumerate(prompts)]
+        running = [model._start(p, 20, loops=2, temperature=1.0, seed=n, stop_tokens=()) for n, p in enumerate(prompts)]
+        together = [[] for _ in prompts]
+        for _ in range(20):
+            for generation, tokens in zip(running, together, strict=True):
+                tokens.append(next(generation))
+        assert together == alone
+
+
+def test_what_a_closed_generation_had_launched_disturbs_nobody():
+    with open_model("cuda", "shipped", "bf16") as model:
+        want = model.generate(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=())
+        for n in (1, 2, 5, 17):
+            cut = model._start(random_tokens(CONFIGS["shipped"], 50, seed=7), 60, loops=2, stop_tokens=())
+            for _ in range(n):
+                next(cut)
+            cut.close()
+            assert model.kv_nbytes == 0
+            assert model.generate(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=()) == want
+
+
+def test_single_steps_may_follow_steps_that_ran_ahead():
+    with open_model("cuda", "shipped", "bf16") as model:
+        want = model.generate(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=())
+        generation = model._start(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=())
+        drawn = [next(generation) for _ in range(7)]
+        drawn += [step_generations([generation])[0] for _ in range(6)]
+        drawn += list(generation)
+        assert [*PROMPT.tolist(), *drawn] == want
+
+
+def test_a_warm_request_allocates_nothing_and_makes_no_graph(emulated):
+    with open_model("cuda", "shipped", "bf16") as model:
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, PROMPT, loops=2)
+
+        def request(seed):
+            tokens = random_tokens(CONFIGS["shipped"], 60, seed=seed)
+            model.generate(np.concatenate([PROMPT, tokens]), 30, loops=2, temperature=1.0, repetition_penalty=1.1)
+            model.generate_with_pool(pool, np.concatenate([PROMPT, tokens]), 30, loops=2, logit_bias={1: 1.0})
+
+        request(1)
+        calls, graphs = emulated.n_calls, emulated.n_instantiated
+        for seed in range(2, 6):
+            request(seed)
+        assert (emulated.n_calls, emulated.n_instantiated) == (calls, graphs)
+
+
+def test_closing_gives_everything_back(emulated):
+    gc.collect()
+    before = emulated.used(), dict(emulated.reserved), emulated.n_graphs
+    for _ in range(2):
+        model = open_model("cuda", "huginn", "int8")
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, random_tokens(CONFIGS["huginn"], 70))
+        stream = model._start(random_tokens(CONFIGS["huginn"], 10), 20)
+        next(stream)
+        model.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            list(stream)
+        del model, pool, stream
+        gc.collect()
+        assert (emulated.used(), dict(emulated.reserved), emulated.n_graphs) == before
+
+
+def test_rounds_of_register_evict_and_generate_do_not_grow(emulated):
+    with open_model("cuda", "loop_bare", "bf16", max_seq_len=128) as model:
+        pool, used = tl.PrefixPool(3), []
+        for i in range(60):
+            tokens = random_tokens(CONFIGS["loop_bare"], 20 + i % 40, seed=i)
+            model.register_prefix(pool, tokens)
+            model.generate_with_pool(pool, tokens, 4)
+            used.append(emulated.used())
+        assert max(used[30:]) == max(used[:30])
+        pool.clear()
+        assert model.kv_nbytes == 0
+
+
+def test_out_of_memory_says_what_was_asked_and_loses_nothing(emulated, monkeypatch):
+    with open_model("cuda", "shipped", "bf16") as model:
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, PROMPT)
+        want = model.generate_with_pool(pool, PROMPT, 5, temperature=0.0)
+        monkeypatch.setattr(emulated, "nbytes", emulated.used())
+        with pytest.raises(tl.OutOfMemoryError, match=r"^out of memory: .*[\d,]+ bytes.* free"):
+            model.generate(random_tokens(CONFIGS["shipped"], 400), 100)
+        assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == want
+        monkeypatch.undo()
+        model.generate(random_tokens(CONFIGS["shipped"], 400), 100)
+        monkeypatch.setattr(emulated, "nbytes", emulated.used() + (1 << 20))
+        with pytest.raises(tl.OutOfMemoryError, match="^out of memory"):
+            open_model("cuda", "ouro", "bf16")
+        assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == want
+
+
+def test_greedy_tokens_are_those_of_the_cpu():
+    """On 20 prompts; where they part, the CPU's own choice leads by less than the tolerance of logits."""
+    tolerance = TOLERANCES["bf16", "f16"].rounded
+    with open_model("cuda", "shipped", "bf16") as gpu, open_model("cpu", "shipped", "bf16") as cpu:
+        for seed in range(20):
+            prompt = random_tokens(CONFIGS["shipped"], 6 + 2 * seed, seed=seed)
+            ours, theirs = (m.generate(prompt, 10, loops=2, temperature=0.0, stop_tokens=()) for m in (gpu, cpu))
+            if ours == theirs:
+                continue
+            at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+            row = cpu.logits(theirs[:at], 2, last_only=True)[0]
+            lead = (row[theirs[at]] - row[ours[at]]) / np.abs(row).max()
+            print(f"prompt {seed}: token {at} differs, the CPU's leads by {lead:.1e} of the largest logit")
+            assert lead < tolerance
+
+
+# ---- errors of opening
+
+
+@pytest.mark.parametrize(
+    ("status", "version", "text"),
+    [(35, 0, "no NVIDIA driver is installed"), (35, 12040, r"driver is too old.*CUDA 12\.4"), (100, 13000, "sees no device")],
+)
+def test_a_driver_that_cannot_be_used_is_named(emulated, monkeypatch, status, version, text):
+    runtime = sys.modules["cuda.bindings.runtime"]
+    monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: (status, None))
+    monkeypatch.setattr(runtime, "cudaDriverGetVersion", lambda: (0, version))
+    with pytest.raises(RuntimeError, match=text):
+        open_model("cuda")
+    devices._say_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=text), open_model("auto") as model:
+        assert model.device == "cpu"
+
+
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(RuntimeError, match="there is no CUDA device 99"):
+        open_model("cuda:99")
+
+
+def test_auto_is_the_first_device():
+    with open_model("auto") as model:
+        assert model.device == "cuda:0"
+        assert model.numerics_id.startswith("cuda-sm")
+
+
+def test_an_error_that_sticks_says_so(emulated, monkeypatch):
+    class Lost(int):
+        name = "cudaErrorIllegalAddress"
+
+    runtime = sys.modules["cuda.bindings.runtime"]
+    with open_model("cuda", "shipped") as model:
+        model.generate(PROMPT, 3)
+        monkeypatch.setattr(runtime, "cudaStreamSynchronize", lambda stream: (Lost(700),))
+        monkeypatch.setattr(runtime, "cudaGetErrorString", lambda status: (0, b"an illegal memory access was encountered"))
+        with pytest.raises(RuntimeError, match=r"CUDA failed at running the model: cudaErrorIllegalAddress .*start a new one"):
+            model.generate(PROMPT, 3)
+        monkeypatch.undo()
