@@ -55,6 +55,30 @@ def open_model(device: str, name: str = "shipped", dtype: str = "f32", *, group_
     return tl.Model(model_file(name, dtype, group_size, seed), arguments.pop("max_seq_len", 512), device=device, **arguments)
 
 
+def page_nbytes(model: tl.Model) -> int:
+    """Bytes of one page of every stage of a sequence at the default depth."""
+    return sum(s.page_nbytes * (model.config.default_loops if part == 2 else 1) for part, s in enumerate(model._engine.plan.store.spaces) if s)
+
+
+class Fault:
+    """Fails the n-th page taken from now on, and every later one if `lasting`."""
+
+    def __init__(self, model: tl.Model, nth: int, *, lasting: bool = False) -> None:
+        self.store, self.nth, self.lasting, self.taken = model._engine.plan.store, nth, lasting, 0
+
+    def __enter__(self) -> Fault:
+        self.store.fault = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.store.fault = None
+
+    def __call__(self, part: int) -> None:
+        self.taken += 1
+        if self.taken == self.nth or (self.lasting and self.taken > self.nth):
+            raise tl.OutOfMemoryError("out of memory: injected")
+
+
 def entry_of(pool: tl.PrefixPool, model: tl.Model, tokens: np.ndarray, loops: int | None = None, window: int = 0) -> Any:
     """The pool's entry of exactly these tokens, or None."""
     return pool._get(model._pool_key(loops, window, None), np.asarray(tokens, np.int32))

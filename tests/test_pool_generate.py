@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 from models import CONFIGS, random_tokens
-from runtime import entry_of, open_model
+from runtime import Fault, entry_of, open_model, page_nbytes
 
 import tinyloop_py as tl
 
@@ -26,30 +26,6 @@ def model(backend):
 @pytest.fixture
 def pool():
     return tl.PrefixPool(capacity=16)
-
-
-def page_nbytes(model):
-    """Bytes of one page of every stage of a sequence at the default depth."""
-    return sum(s.page_nbytes * (model.config.default_loops if part == 2 else 1) for part, s in enumerate(model._engine.plan.store.spaces) if s)
-
-
-class Fault:
-    """Fails the n-th page taken from now on, and every later one if `lasting`."""
-
-    def __init__(self, model, nth, *, lasting=False):
-        self.store, self.nth, self.lasting, self.taken = model._engine.plan.store, nth, lasting, 0
-
-    def __enter__(self):
-        self.store.fault = self
-        return self
-
-    def __exit__(self, *exc):
-        self.store.fault = None
-
-    def __call__(self, part):
-        self.taken += 1
-        if self.taken == self.nth or (self.lasting and self.taken > self.nth):
-            raise tl.OutOfMemoryError("out of memory: injected")
 
 
 def test_register_returns_the_length_and_counts(model, pool):

@@ -19,6 +19,10 @@ try:
     from .model_writer import save_model
     from .pool import PrefixPool
     from .pool_report import PoolStats, PrefixEntry
+    from .prefix_cache import PrefixCache
+    from .text_stream import TextStream
+    from .token_logprobs import TokenLogprobs
+    from .token_stream import TokenStream
     from .weights import WeightTensor
 except ModuleNotFoundError as _error:
     if not (_error.name or "").startswith("tinyloop_py."):
@@ -40,8 +44,12 @@ __all__ = [
     "OutOfMemoryError",
     "PoolFullError",
     "PoolStats",
+    "PrefixCache",
     "PrefixEntry",
     "PrefixPool",
+    "TextStream",
+    "TokenLogprobs",
+    "TokenStream",
     "WeightTensor",
     "demo_model",
     "save_model",

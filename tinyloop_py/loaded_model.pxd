@@ -3,6 +3,7 @@ from libc.stdint cimport int32_t, int64_t
 from .engine cimport Engine
 from .generation cimport Generation
 from .pool_client cimport PoolClient
+from .sampling cimport Sampling
 
 
 cdef class LoadedModel(PoolClient):
@@ -24,7 +25,14 @@ cdef class LoadedModel(PoolClient):
 
     cdef const int32_t[::1] prompt_tokens(self, object prompt, object max_tokens, int *n_new, str name=*)
     cdef int warn_depth(self, int loops) except -1
+    cdef Sampling read_sampling(
+        self, object temperature, object top_k, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed,
+        object stop_tokens,
+    )
     cdef Generation open_generation(
         self, str method, object prompt, object max_tokens, object loops, object temperature, object top_k, object cache_window, object pool,
         object namespace, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed, object stop_tokens,
     )
+
+
+cdef int check_pool(object pool) except -1

@@ -149,6 +149,15 @@ cdef class LoadedModel(PoolClient):
 
     # ---- starting
 
+    cdef Sampling read_sampling(
+        self, object temperature, object top_k, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed,
+        object stop_tokens,
+    ):
+        return Sampling(
+            temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, self._stop_tokens if stop_tokens is None else stop_tokens,
+            self.config.vocab_size,
+        )
+
     cdef Generation open_generation(
         self, str method, object prompt, object max_tokens, object loops, object temperature, object top_k, object cache_window, object pool,
         object namespace, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed, object stop_tokens,
@@ -156,13 +165,9 @@ cdef class LoadedModel(PoolClient):
         """The checked arguments of a generating call as a Generation that has not run yet."""
         cdef tuple key = self.pool_key(method, loops, cache_window, namespace)
         cdef int n_new
-        if pool is not None and not isinstance(pool, PrefixPool):
-            raise TypeError(f"pool must be a PrefixPool, got {type(pool).__name__}")
+        check_pool(pool)
         cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
-        cdef Sampling sampling = Sampling(
-            temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, self._stop_tokens if stop_tokens is None else stop_tokens,
-            self.config.vocab_size,
-        )
+        cdef Sampling sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens)
         self.warn_depth(key[1])
         return Generation(self._engine, tokens, n_new, key, sampling, pool)
 
@@ -181,3 +186,13 @@ cdef class LoadedModel(PoolClient):
         if run_prompt:
             generation.start()
         return generation
+
+    def _check_open(self, str method):
+        """`check_open` for callers in Python."""
+        self.check_open(method)
+
+
+cdef int check_pool(object pool) except -1:
+    if pool is not None and not isinstance(pool, PrefixPool):
+        raise TypeError(f"pool must be a PrefixPool, got {type(pool).__name__}")
+    return 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 from os import PathLike
 from typing import Literal
 
+from .batching import Batching
+from .caching import PrefixCaching
 from .generating import Generating
 from .loaded_model import LoadedModel
 from .pooling import Pooling
+from .streaming import Streaming
 
 
-class Model(Generating, Pooling, LoadedModel):
+class Model(Generating, Streaming, Batching, Pooling, PrefixCaching, LoadedModel):
     """A looped language model, loaded from a `.tinyloop` file.
 
     A context manager; `close` frees everything. Several threads may call one model: a step is run at a time.

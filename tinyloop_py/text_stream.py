@@ -1,43 +1,103 @@
-"""Text from tokens as they come: never half a character, and in the end exactly what decoding them all gives."""
+"""TextStream: the text of new tokens as they are drawn, up to a stop string."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING
+
+from typing_extensions import Self
+
+from .stop_text import StopText
+from .text_decoder import TextDecoder
+from .token_logprobs import TokenLogprobs
+from .token_stream import TokenStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that are no character yet
+N_CONTEXT = 8  # tokens of the prompt that the first new one is decoded with
 
 
 class TextStream:
-    """Decodes a growing sequence of tokens piece by piece.
+    """Pieces of text, an iterator and a context manager; made by `Model.stream_text`.
 
-    A piece is decoded together with the tokens before it, since a token's text may depend on its neighbours (a leading
-    space, a character of several tokens); only the tokens since the last complete piece are decoded again.
+    A piece is never empty, ends between characters and holds nothing of a stop string. Joined they are what the new tokens
+    decode to, up to the stop string; bytes that end in mid-character come last, as U+FFFD. A stop token has no text.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The new tokens so far, the one that completed a stop string included.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._ids: list[int] = []
-        self._context = 0  # first token that is decoded again
-        self._shown = 0  # first token whose text has not been given out
+    def __init__(
+        self, stream: TokenStream, tokenizer: Tokenizer, prompt: Sequence[int], stops: Iterable[str], stop_tokens: frozenset[int], skip_special: bool
+    ) -> None:
+        self._stream = stream
+        self._decoder = TextDecoder(tokenizer, skip_special_tokens=skip_special, context=prompt[-N_CONTEXT:])
+        self._stop = StopText(stops)
+        self._stop_tokens = stop_tokens
+        self._flushed = False
+        self.tokens: list[int] = []
 
-    def push(self, token: int) -> str:
-        """The text that a token completes, often empty or more than the token's own."""
-        self._ids.append(token)
-        before, after = self._decode(self._shown), self._decode(len(self._ids))
-        if len(after) <= len(before) or after.endswith(REPLACEMENT):
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
+    def __iter__(self) -> Self:
+        return self
 
-    def flush(self) -> str:
-        """What is left at the end, incomplete characters as U+FFFD."""
-        before, after = self._decode(self._shown), self._decode(len(self._ids))
-        self._context = self._shown = len(self._ids)
-        return after[len(before) :]
+    def __next__(self) -> str:
+        while self._stop.found is None:
+            token = next(self._stream, None)
+            if token is None:
+                return self._rest()
+            self.tokens.append(token)
+            piece = "" if token in self._stop_tokens else self._stop.push(self._decoder.push(token))
+            if self._stop.found is not None:
+                self._stream.close()
+            if piece:
+                return piece
+        raise StopIteration
 
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._context : end], skip_special_tokens=self._skip)
+    def _rest(self) -> str:
+        """What the end of the tokens leaves to show."""
+        if not self._flushed and self.finish_reason != "cancelled":
+            self._flushed = True
+            rest = self._stop.push(self._decoder.flush())
+            rest += self._stop.flush()
+            if rest:
+                return rest
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the output and free its pages. Idempotent."""
+        self._stream.close()
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As `TokenStream.finish_reason`; "stop" for a stop string too."""
+        return "stop" if self._stop.found is not None else self._stream.finish_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, or None."""
+        return self._stop.found
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from a pool and were not run."""
+        return self._stream.cached_tokens
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """One record for each of `tokens`, where the call asked for them."""
+        return self._stream.logprobs
+
+    @property
+    def seed(self) -> int:
+        """The seed in use."""
+        return self._stream.seed

@@ -84,12 +84,12 @@ def _id_mode(model: Any, text: str, special: bool) -> tuple[list[int], Callable[
 
 
 def _text_mode(model: Any, text: str, special: bool) -> tuple[list[int], Callable[[int], str], Callable[[], str]]:
-    from ..text_stream import TextStream
+    from ..text_decoder import TextDecoder
 
     if model.tokenizer is None:
         raise ValueError("the model file has no tokenizer; give token ids with --ids")
     prompt = model.tokenizer.encode(text).ids
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word")
-    stream = TextStream(model.tokenizer, skip_special_tokens=not special)
+    stream = TextDecoder(model.tokenizer, skip_special_tokens=not special)
     return prompt, stream.push, stream.flush
