@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +26,11 @@ from tinyloop_py.layout import tensor_shapes
 from tinyloop_py.weights import STORED, WeightTensor
 
 CONTEXT, NEW, LONG = 1024, 128, 32768
-SHAPES = {
-    "ouro-1.4b": tl.ModelConfig(
-        vocab_size=49152, dim=2048, ffn_dim=5632, n_heads=16, n_kv_heads=16, head_dim=128, n_core=24, default_loops=4, loop_norm="every", final_norm=False
-    ),
-    "small-12x4": tl.ModelConfig(
-        vocab_size=32000, dim=768, ffn_dim=2048, n_heads=12, n_kv_heads=12, head_dim=64, n_core=12, default_loops=4, loop_norm="every", final_norm=False
-    ),
-    "tiny-4x8": tl.ModelConfig(
-        vocab_size=32000, dim=1024, ffn_dim=2816, n_heads=16, n_kv_heads=16, head_dim=64, n_core=4, default_loops=8, loop_norm="every", final_norm=False
-    ),
+_LOOPED = {"loop_norm": "every", "final_norm": False}
+SHAPES = {  # multi-head attention, SwiGLU, no prelude and no coda
+    "ouro-1.4b": tl.ModelConfig(49152, 2048, 5632, 16, 16, 128, n_core=24, default_loops=4, **_LOOPED),
+    "small-12x4": tl.ModelConfig(32000, 768, 2048, 12, 12, 64, n_core=12, default_loops=4, **_LOOPED),
+    "tiny-4x8": tl.ModelConfig(32000, 1024, 2816, 16, 16, 64, n_core=4, default_loops=8, **_LOOPED),
 }
 
 
@@ -138,7 +134,8 @@ def measure(name: str, dtype: str, torch_rows: bool, compiles: bool) -> dict[str
         model.register_prefix(pool, tokens[:2048])
         for n in (8, 32, 64):
             prompt = tokens[: 2048 + n]
-            row[f"extend {n} ms"] = round(median_ms(lambda prompt=prompt: model.generate_with_pool(pool, prompt, 1, temperature=0.0, stop_tokens=())), 3)
+            call = partial(model.generate_with_pool, pool, prompt, 1, temperature=0.0, stop_tokens=())
+            row[f"extend {n} ms"] = round(median_ms(call), 3)
         row["hit us"] = round(hit_us(model, pool, tokens[: 2048 + 32]), 1)
         if long:
             model.register_prefix(pool, tokens[:long])
@@ -163,7 +160,7 @@ def main() -> None:
     for shape in asked.shapes.split(","):
         name, _, dtype = shape.partition(":")
         rows.append(measure(name, dtype or "bf16", not asked.no_torch, not asked.no_compile))
-        print({k: v for k, v in rows[-1].items()}, flush=True)
+        print(rows[-1], flush=True)
         if asked.keep:
             keep(asked.keep, {"rows": rows})
     columns = [c for c in rows[0] if c not in ("torch", "numerics_id")]

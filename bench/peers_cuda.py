@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 import tinyloop_py as tl
 
@@ -35,9 +35,9 @@ class LoopedBlock(torch.nn.Module):
         self.final = self._weight(c.dim)
         cache = (c.n_core * self.loops, 1, c.n_kv_heads, n_positions, c.head_dim)
         self.keys, self.values = (torch.zeros(cache, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        turns = torch.arange(n_positions, device="cuda").float()[:, None] / c.rope_theta ** (torch.arange(0, c.head_dim, 2, device="cuda") / c.head_dim)
-        self.cos, self.sin = turns.cos().bfloat16(), turns.sin().bfloat16()
         self.at = torch.arange(n_positions, device="cuda")
+        turns = self.at.float()[:, None] / c.rope_theta ** (torch.arange(0, c.head_dim, 2, device="cuda") / c.head_dim)
+        self.cos, self.sin = turns.cos().bfloat16(), turns.sin().bfloat16()
 
     @staticmethod
     def _weight(*shape: int) -> torch.nn.Parameter:
@@ -60,9 +60,7 @@ class LoopedBlock(torch.nn.Module):
                 keys, values = self.keys[loop * c.n_core + layer], self.values[loop * c.n_core + layer]
                 keys[0].index_copy_(1, pos, _turned(k, cos, sin))
                 values[0].index_copy_(1, pos, v)
-                o = F.scaled_dot_product_attention(
-                    _turned(q, cos, sin)[None], keys, values, attn_mask=seen, enable_gqa=c.n_heads != c.n_kv_heads
-                )
+                o = F.scaled_dot_product_attention(_turned(q, cos, sin)[None], keys, values, attn_mask=seen, enable_gqa=c.n_heads != c.n_kv_heads)
                 x = x + F.linear(o[0].transpose(0, 1).reshape(n, -1), self.o[layer])
                 gate, up = F.linear(F.rms_norm(x, (c.dim,), self.norms[layer][1], c.norm_eps), self.gate_up[layer]).chunk(2, -1)
                 x = x + F.linear(F.silu(gate) * up, self.down[layer])

@@ -16,12 +16,12 @@ constexpr int kPagesOfChunk = TL_KEY_CHUNK / TL_PAGE_POSITIONS;
 constexpr float kMasked = -3.0e38f;
 
 struct AttendArgs {
-  PlaceArgs place;       // its rows, KV and q; a one-row split kernel also does its work
-  int32_t window;        // 0: full
-  float scale;           // log2(e) / sqrt(head_dim)
+  PlaceArgs place;  // its rows, KV and q; a one-row split kernel also does its work
+  int32_t window;  // 0: full
+  float scale;  // log2(e) / sqrt(head_dim)
   int32_t rows_of_tile;  // split: rows that share a tile; 1: a tile is heads of one row
   int32_t queries_of_tile;  // split: at most kTileQueries
-  int32_t place_here;    // split: K, V and q of the only row are not there yet
+  int32_t place_here;  // split: K, V and q of the only row are not there yet
   Operand out;
 };
 
@@ -138,7 +138,7 @@ TL_DEVICE float merge_value(float earlier, float later, MergeFactors f) { return
 
 struct Query {
   int row, head, seq;  // row below 0: there is none
-  int first, end;      // its keys; none where it does nothing
+  int first, end;  // its keys; none where it does nothing
 };
 
 // The queries begin .. end - 1 of a tile: those of one sequence that follow each other, and the keys that any of them reads.
@@ -166,7 +166,8 @@ TL_DEVICE Run run_from(const Query *query, int begin, int n_queries) {
 TL_DEVICE const int32_t *table_of(const Rows &r, int seq) { return r.page_table[seq] + (int64_t)r.stage * r.table_stride; }
 
 // A warp requests its page (0..3) of a chunk, K or V, to shared memory; one that no query reads is zero.
-TL_DEVICE void request_page(const AttendArgs &a, uint8_t *chunk_memory, const int32_t *table, int chunk, int own, Keys keys, int kv_head, bool values) {
+TL_DEVICE void request_page(const AttendArgs &a, uint8_t *chunk_memory, const int32_t *table, int chunk, int own, Keys keys, int kv_head,
+                            bool values) {
   const int pos = chunk * TL_KEY_CHUNK + own * TL_PAGE_POSITIONS, nbytes = (int)head_nbytes(a.place.kv);
   const int page = pos < keys.end && pos + TL_PAGE_POSITIONS > keys.first ? table[pos / TL_PAGE_POSITIONS] : -1;
   uint8_t *to = chunk_memory + own * nbytes + lane_id() * 16;

@@ -78,7 +78,8 @@ TL_DEVICE void use_slot(Split &s, int slot, int n_queries, int head_pad) {
 // Factors of the round's chunks for every query, from the group's state on; l and m of the group move on.
 TL_DEVICE void find_factors(const Split &s, const Run &run, int base, int n_chunks, int round) {
   const int q = threadIdx.x / TL_CHUNK_GROUP, c = threadIdx.x % TL_CHUNK_GROUP, chunk = base + c;
-  const bool alive = q >= run.begin && q < run.end && c < n_chunks && s.query[q].first < (chunk + 1) * TL_KEY_CHUNK && s.query[q].end > chunk * TL_KEY_CHUNK;
+  const bool alive =
+      q >= run.begin && q < run.end && c < n_chunks && s.query[q].first < (chunk + 1) * TL_KEY_CHUNK && s.query[q].end > chunk * TL_KEY_CHUNK;
   const int at = (round % 2 * kTeams + c % kTeams) * kTileQueries + q;
   const float m = alive ? *of_cluster_rank(s.m + at, c / kTeams) : kMasked;
   const float l = alive ? *of_cluster_rank(s.l + at, c / kTeams) : 0.0f;

@@ -197,7 +197,8 @@ bool launch_attend_tile(const Launcher &launcher, const AttendArgs &args) {
   const int group = args.place.n_heads / args.place.n_kv_heads, head_pad = args.place.kv.head_pad;
   const int n_tiles = (args.place.rows.n_rows * group + kQueriesOfCta - 1) / kQueriesOfCta;
   const int dims = head_pad <= 64 ? 64 : head_pad <= 128 ? 128 : 256;
-  const int nbytes = kQueriesOfCta * head_pad * 2 + 4 * TL_KEY_CHUNK * head_pad * 2 + kQueriesOfCta * (int)sizeof(Query) + dims / 16 * 8 * kTileThreads * 4;
+  const int nbytes =
+      kQueriesOfCta * head_pad * 2 + 4 * TL_KEY_CHUNK * head_pad * 2 + kQueriesOfCta * (int)sizeof(Query) + dims / 16 * 8 * kTileThreads * 4;
   if (nbytes > launcher.context.max_shared_nbytes) return false;
   const Shape shape{dim3(n_tiles * args.place.n_kv_heads), kTileThreads, nbytes, 1};
   const bool bf16 = args.place.kv.dtype == TL_BF16;

@@ -137,9 +137,7 @@ TL_DEVICE void barrier_init(shared_t barrier, int n_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
 }
 TL_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-TL_DEVICE void barrier_arrive(shared_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+TL_DEVICE void barrier_arrive(shared_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 TL_DEVICE void barrier_arrive_expecting(shared_t barrier, int nbytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(nbytes) : "memory");
 }
@@ -167,13 +165,13 @@ TL_DEVICE uint64_t pass_policy() {
 }
 // A whole run of bytes (a multiple of 16) by the copy engine; the barrier counts them.
 TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier, uint64_t policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-               "l"(from), "r"(nbytes), "r"(barrier), "l"(policy)
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+               "r"(nbytes), "r"(barrier), "l"(policy)
                : "memory");
 }
 TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(nbytes), "r"(barrier)
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(nbytes),
+               "r"(barrier)
                : "memory");
 }
 
@@ -189,9 +187,7 @@ TL_DEVICE int cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
   return (int)n;
 }
-TL_DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+TL_DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 // The address of another CTA's shared variable, from the address of one's own.
 template <class T>
 TL_DEVICE const T *of_cluster_rank(const T *p, int rank) {

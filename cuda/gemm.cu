@@ -46,7 +46,8 @@ template <class W>
 TL_DEVICE void add_block(Accumulator &x, const uint8_t *stage, int block, int warp_panel, int warp_group) {
   constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
   const shared_t panels = shared_of(stage) + warp_panel * kPanelBytes + block * W::kBlockBytes + lane_id() * W::kLaneBytes;
-  const shared_t groups = shared_of(stage) + kTilePanels * kPanelBytes + warp_group * kGroupBytes + block * 256 + lane_id() / 16 * kGroupBytes + lane_id() % 16 * 16;
+  const shared_t groups =
+      shared_of(stage) + kTilePanels * kPanelBytes + warp_group * kGroupBytes + block * 256 + lane_id() / 16 * kGroupBytes + lane_id() % 16 * 16;
   uint32_t w[kWarpPanels][4], a[kWarpTiles / 2][4];
 #pragma unroll
   for (int i = 0; i < kWarpPanels; i++) W::load(w[i], panels + i * kPanelBytes);
@@ -65,14 +66,16 @@ TL_DEVICE void scale_group(Accumulator &chunk, Accumulator &x, const GemmArgs &g
     const bool exists = (panel + i) * kPanelRows < g.weight.n_out;
     const float *scale = g.weight.scales + scale_offset(g.weight, (panel + i) * kPanelRows, column / g.weight.group_size) + lane_id() / 4;
 #pragma unroll
-    for (int k = 0; k < kWarpTiles * 4; k++) chunk[i][k / 4][k % 4] = fmaf(x[i][k / 4][k % 4], exists ? scale[k % 4 / 2 * 8] : 0.0f, chunk[i][k / 4][k % 4]);
+    for (int k = 0; k < kWarpTiles * 4; k++)
+      chunk[i][k / 4][k % 4] = fmaf(x[i][k / 4][k % 4], exists ? scale[k % 4 / 2 * 8] : 0.0f, chunk[i][k / 4][k % 4]);
   }
   clear(x);
 }
 
 TL_DEVICE void add_chunk(Accumulator &total, Accumulator &chunk) {
 #pragma unroll
-  for (int i = 0; i < kWarpPanels * kWarpTiles * 4; i++) total[i / 16][i / 4 % 4][i % 4] = total[i / 16][i / 4 % 4][i % 4] + chunk[i / 16][i / 4 % 4][i % 4];
+  for (int i = 0; i < kWarpPanels * kWarpTiles * 4; i++)
+    total[i / 16][i / 4 % 4][i % 4] = total[i / 16][i / 4 % 4][i % 4] + chunk[i / 16][i / 4 % 4][i % 4];
   clear(chunk);
 }
 

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kTilePanels = 8;  // 128 outputs
 constexpr int kConsumers = 256, kCtaThreads = kConsumers + 128;  // the producer's warpgroup gives its registers to the others
-constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16, kChunkStages = TL_K_CHUNK / kStageColumns;
+constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16;
 constexpr int kGroupBytes = kStageColumns * 8 * 2;  // eight batch rows of a stage
 constexpr int kMaxStages = 8, kMaxCluster = 8, kBarrierBytes = 2 * kMaxStages * 8;
 constexpr int kSumStride = kTileOutputs + 4;  // floats between rows of sums: a warp's stores meet every bank once
@@ -36,13 +36,15 @@ struct Stage {
   static constexpr int kBytes = kWeightBytes + N / 8 * kGroupBytes;
 };
 
+#if TL_WGMMA
+
+constexpr int kChunkStages = TL_K_CHUNK / kStageColumns;
+
 // The K-chunks that a CTA of the cluster sums.
 struct Chunks {
   int first, end;
 };
-TL_BOTH Chunks chunks_of(int n_chunks, int rank, int n_ctas) { return {n_chunks * rank / n_ctas, n_chunks * (rank + 1) / n_ctas}; }
-
-#if TL_WGMMA
+TL_DEVICE Chunks chunks_of(int n_chunks, int rank, int n_ctas) { return {n_chunks * rank / n_ctas, n_chunks * (rank + 1) / n_ctas}; }
 
 // The producer warp requests the stages of the CTA's chunks: each lane a panel, the one after them the rows. What may be
 // read before the kernel before this one has ended, the weights, is asked for first.
@@ -60,7 +62,8 @@ TL_DEVICE void produce(const WgmmaArgs &a, shared_t ring, shared_t full, shared_
     const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
     if (lane == 0) barrier_arrive_expecting(full + slot * 8, n_panels * nbytes + row_bytes);
     __syncwarp();
-    if (lane < n_panels) copy_bulk(ring + slot * S::kBytes + lane * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, full + slot * 8);
+    if (lane < n_panels)
+      copy_bulk(ring + slot * S::kBytes + lane * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, full + slot * 8);
   };
   const auto request_rows = [&](int stage, int slot) {
     if (lane == kTilePanels) copy_bulk(ring + slot * S::kBytes + S::kWeightBytes, rows + stage * row_step, row_bytes, full + slot * 8);
@@ -251,7 +254,9 @@ void launch_tile(const Launcher &launcher, const GemmArgs &args) {
   const WgmmaArgs a{args, n_stages(cluster), most_chunks(cluster)};
   const int ring = a.n_stages * Stage<W, N>::kBytes;
   static_assert(kSumBytes + kScratchBytes <= 4 * Stage<W, N>::kBytes, "the sums of a tile fit the ring");
-  launcher.launch(gemm_wgmma<W, N>, Shape{dim3(n_row_tiles * cluster, (n_panels + kTilePanels - 1) / kTilePanels), kCtaThreads, ring + behind_ring(cluster), cluster}, a);
+  launcher.launch(gemm_wgmma<W, N>,
+                  Shape{dim3(n_row_tiles * cluster, (n_panels + kTilePanels - 1) / kTilePanels), kCtaThreads, ring + behind_ring(cluster), cluster},
+                  a);
 }
 
 template <class W>

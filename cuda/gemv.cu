@@ -337,7 +337,8 @@ Gemv plan_gemv(const tl_context &context, const GemvArgs &args) {
 
 template <class W>
 void launch_with(const Launcher &launcher, const Gemv &v) {
-  const int n_ctas = v.units_each ? std::min(v.args.weight.n_out / kPanelRows / v.args.unit_panels, launcher.context.n_multiprocessors) : v.units_more;
+  const int n_ctas =
+      v.units_each ? std::min(v.args.weight.n_out / kPanelRows / v.args.unit_panels, launcher.context.n_multiprocessors) : v.units_more;
   const Shape shape{dim3(n_ctas), kThreads, v.nbytes, 1};
   if (v.args.program.n_ops)
     launcher.launch(gemv<W, true>, shape, v);

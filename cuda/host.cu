@@ -39,7 +39,8 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   const cudaError_t counted = cudaGetDeviceCount(&n_devices);
   if (counted == cudaErrorInsufficientDriver) {
     cudaDriverGetVersion(&driver);
-    snprintf(text, sizeof text, driver ? "the NVIDIA driver is too old: it supports CUDA %d.%d, and this build needs %d.%d" : "no NVIDIA driver is installed",
+    snprintf(text, sizeof text,
+             driver ? "the NVIDIA driver is too old: it supports CUDA %d.%d, and this build needs %d.%d" : "no NVIDIA driver is installed",
              driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     return refuse(text);
   }
@@ -56,8 +57,8 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   const cudaError_t loaded = cudaFuncGetAttributes(&code, (const void *)probe_code);
   if (loaded == cudaErrorNoKernelImageForDevice || loaded == cudaErrorInvalidDeviceFunction || loaded == cudaErrorUnsupportedPtxVersion) {
     cudaGetLastError();
-    snprintf(text, sizeof text, "this build has no code for %.60s (compute capability %d.%d); build with TINYLOOP_CUDA_ARCHS=%d%d", props.name, props.major,
-             props.minor, props.major, props.minor);
+    snprintf(text, sizeof text, "this build has no code for %.60s (compute capability %d.%d); build with TINYLOOP_CUDA_ARCHS=%d%d", props.name,
+             props.major, props.minor, props.major, props.minor);
     return refuse(text);
   }
   require(loaded, "loading the kernels");

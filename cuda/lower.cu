@@ -120,9 +120,7 @@ class Lowering {
   void phase(int i) {
     const tl_phase &f = p_.phases[i];
     switch (f.kind) {
-      case TL_PHASE_EMBED:
-        program_.embedding = matrix_of(f.weight);
-        return add_op(kRowEmbed, nullptr, 0, f.scale);
+      case TL_PHASE_EMBED: program_.embedding = matrix_of(f.weight); return add_op(kRowEmbed, nullptr, 0, f.scale);
       case TL_PHASE_STATE_INIT: return state_init(f);
       case TL_PHASE_INJECT: return f.weight.data ? inject(f) : add_op(kRowAdd, e(), p_.dim_pad);
       case TL_PHASE_QKV: return qkv(f);

@@ -51,9 +51,7 @@ __global__ void __launch_bounds__(kThreads) read(const ReadArgs a) {
 
 }  // namespace
 
-void launch_pack(const Launcher &launcher, const PackArgs &args) {
-  launcher.launch(pack, Shape{dim3(args.rows.n_rows), kThreads, 0, 1}, args);
-}
+void launch_pack(const Launcher &launcher, const PackArgs &args) { launcher.launch(pack, Shape{dim3(args.rows.n_rows), kThreads, 0, 1}, args); }
 
 void launch_activation(const Launcher &launcher, const ActivationArgs &args) {
   const int64_t n = std::min<int64_t>((args.n + kThreads - 1) / kThreads, 4096);

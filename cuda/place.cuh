@@ -30,9 +30,7 @@ struct PlaceArgs {
   unsigned long long *n_clamped;
 };
 
-TL_DEVICE int page_of(const Rows &r, int seq, int pos) {
-  return r.page_table[seq][(int64_t)r.stage * r.table_stride + pos / TL_PAGE_POSITIONS];
-}
+TL_DEVICE int page_of(const Rows &r, int seq, int pos) { return r.page_table[seq][(int64_t)r.stage * r.table_stride + pos / TL_PAGE_POSITIONS]; }
 
 // A lane owns pairs of a head's values: pair i is what RoPE turns together for i < rotary_dim / 2, and two neighbours behind.
 constexpr int kLanePairs = kMaxHeadDim / 64;

@@ -46,11 +46,15 @@ TL_DEVICE int quad_index(int j) { return 4 * ((int)threadIdx.x + kThreads * j); 
 // Four values from i on, zeros from n on. kAligned: n and p are multiples of four.
 template <bool kAligned>
 TL_DEVICE float4 load_quad(const float *p, int i, int n) {
-  if (kAligned || (i + 3 < n && (uint64_t)(p + i) % 16 == 0)) return *(const float4 *)(p + i);
-  float v[4];
+  if constexpr (!kAligned) {
+    if (i + 3 >= n || (uint64_t)(p + i) % 16) {
+      float v[4];
 #pragma unroll
-  for (int j = 0; j < 4; j++) v[j] = i + j < n ? p[i + j] : 0.0f;
-  return make_float4(v[0], v[1], v[2], v[3]);
+      for (int j = 0; j < 4; j++) v[j] = i + j < n ? p[i + j] : 0.0f;
+      return make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
+  return *(const float4 *)(p + i);
 }
 
 template <bool kAligned>
@@ -128,7 +132,8 @@ TL_DEVICE void norm_quads(float4 (&v)[kQuads], const RowProgram &p, const float 
 // Runs the program for one row, leaving each thread's values in `v` (padding zero); stores only where `storing`. kPlain:
 // the program passes fits_gemv. `partial`: 2 * kWarps shared floats.
 template <int kQuads, bool kPlain>
-TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float4 (&v)[kQuads], float *partial, const EarlyNorm<kQuads, kPlain> &early) {
+TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float4 (&v)[kQuads], float *partial,
+                               const EarlyNorm<kQuads, kPlain> &early) {
   const int n = p.dim, from = p.source_row ? p.source_row[row] : row;
   int n_norms = 0;
 #pragma unroll 1

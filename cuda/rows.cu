@@ -39,8 +39,6 @@ void launch_rows(const Launcher &launcher, int n_rows, const RowsArgs &args) {
   launcher.launch(run_rows<kMaxQuads>, shape, args);
 }
 
-void launch_copy_rows(const Launcher &launcher, int n, const CopyArgs &args) {
-  launcher.launch(copy_rows, Shape{dim3(n), kThreads, 0, 1}, args);
-}
+void launch_copy_rows(const Launcher &launcher, int n, const CopyArgs &args) { launcher.launch(copy_rows, Shape{dim3(n), kThreads, 0, 1}, args); }
 
 }  // namespace tl

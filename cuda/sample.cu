@@ -194,8 +194,7 @@ TL_DEVICE int draw_from_all(uint64_t seed, int position, const float *z, int n, 
     philox4x32((uint32_t)first / 4u, (uint32_t)position, kPhiloxGumbel, 0, seed, word);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (first + i < n)
-        drawn = larger(drawn, key_of(-tl_log(-tl_log(unit_interval(word[i]))) + (z[first + i] - top) / temperature, first + i));
+      if (first + i < n) drawn = larger(drawn, key_of(-tl_log(-tl_log(unit_interval(word[i]))) + (z[first + i] - top) / temperature, first + i));
   }
   return id_of(maximum_of_all(drawn, s));
 }

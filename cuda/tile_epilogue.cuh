@@ -85,7 +85,9 @@ struct TileRows {
   TL_DEVICE_MEMBER void activate_row(int row, float4 y) const {
     const Epilogue &e = g.epilogue;
     if (!e.gated) {
-      if (exists()) store_operand_quad(e.operand, row, output(), make_float4(activate(e.act, y.x), activate(e.act, y.y), activate(e.act, y.z), activate(e.act, y.w)));
+      if (exists())
+        store_operand_quad(e.operand, row, output(),
+                           make_float4(activate(e.act, y.x), activate(e.act, y.y), activate(e.act, y.z), activate(e.act, y.w)));
       return;
     }
     // Sixteen gates, then their ups: four lanes further.

@@ -20,9 +20,7 @@ struct Int8Weights {
   using Op = Bf16;
   static constexpr bool kInt8 = true;
   static constexpr int kBlockBytes = 256;
-  TL_DEVICE uint32_t widen(uint32_t bytes) {
-    return subtract_bf16((bytes & 0x007f007fu) | 0x43004300u, (bytes & 0x00800080u) | 0x43004300u);
-  }
+  TL_DEVICE uint32_t widen(uint32_t bytes) { return subtract_bf16((bytes & 0x007f007fu) | 0x43004300u, (bytes & 0x00800080u) | 0x43004300u); }
   static constexpr int kLaneBytes = 8;
   TL_DEVICE void load(uint32_t (&a)[4], shared_t lane_address) {
     const uint2 q = load_shared8(lane_address);

@@ -126,12 +126,12 @@ def test_closing_gives_everything_back(emulated):
 def test_rounds_of_register_evict_and_generate_do_not_grow(emulated):
     with open_model("cuda", "loop_bare", "bf16", max_seq_len=128) as model:
         pool, used = tl.PrefixPool(3), []
-        for i in range(60):
-            tokens = random_tokens(CONFIGS["loop_bare"], 20 + i % 40, seed=i)
+        for i in range(40):
+            tokens = random_tokens(CONFIGS["loop_bare"], 20 + i % 20, seed=i)
             model.register_prefix(pool, tokens)
             model.generate_with_pool(pool, tokens, 4)
             used.append(emulated.used())
-        assert max(used[30:]) == max(used[:30])
+        assert max(used[20:]) == max(used[:20])
         pool.clear()
         assert model.kv_nbytes == 0
 
@@ -143,12 +143,12 @@ def test_out_of_memory_says_what_was_asked_and_loses_nothing(emulated, monkeypat
         want = model.generate_with_pool(pool, PROMPT, 5, temperature=0.0)
         monkeypatch.setattr(emulated, "nbytes", emulated.used())
         with pytest.raises(tl.OutOfMemoryError, match=r"^out of memory: .*[\d,]+ bytes.* free"):
-            model.generate(random_tokens(CONFIGS["shipped"], 400), 100)
+            model.generate(random_tokens(CONFIGS["shipped"], 400), 100, loops=1)
         assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == want
         monkeypatch.undo()
-        model.generate(random_tokens(CONFIGS["shipped"], 400), 100)
+        model.generate(random_tokens(CONFIGS["shipped"], 60), 5, loops=1)
         monkeypatch.setattr(emulated, "nbytes", emulated.used() + (1 << 20))
-        with pytest.raises(tl.OutOfMemoryError, match="^out of memory"):
+        with pytest.raises(tl.OutOfMemoryError, match=r"^out of memory"):
             open_model("cuda", "ouro", "bf16")
         assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == want
 
@@ -158,8 +158,8 @@ def test_greedy_tokens_are_those_of_the_cpu():
     tolerance = TOLERANCES["bf16", "f16"].rounded
     with open_model("cuda", "shipped", "bf16") as gpu, open_model("cpu", "shipped", "bf16") as cpu:
         for seed in range(20):
-            prompt = random_tokens(CONFIGS["shipped"], 6 + 2 * seed, seed=seed)
-            ours, theirs = (m.generate(prompt, 10, loops=2, temperature=0.0, stop_tokens=()) for m in (gpu, cpu))
+            prompt = random_tokens(CONFIGS["shipped"], 6 + seed, seed=seed)
+            ours, theirs = (m.generate(prompt, 6, loops=2, temperature=0.0, stop_tokens=()) for m in (gpu, cpu))
             if ours == theirs:
                 continue
             at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)

@@ -32,6 +32,8 @@ cdef class Lane:
     cdef int set_bias(self, tl_sampling *sampling) except -1
     cdef int set_history(self, const int32_t *tokens, int n_tokens) except -1
     cdef int send_pages(self, Sequence seq, int first, int end) except -1
+    cdef int run_idle(self) except -1
+    cdef int enqueue(self) except -1
     cdef int launch(self, int n_steps) except -1
     cdef int32_t wait_for(self, int serial) except -1
 

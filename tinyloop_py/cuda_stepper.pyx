@@ -8,7 +8,7 @@ in the order of one stream: a lane or a page that changes hands is written for i
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from .abi cimport TL_PAGE_POSITIONS, TL_RUN_ALL, TL_STAGE_CORE, tl_batch, tl_decode, tl_sampling, tl_status
+from .abi cimport TL_PAGE_POSITIONS, TL_RUN_ALL, TL_STAGE_CORE, tl_batch, tl_decode, tl_sampling
 from .cuda_context cimport CudaContext
 from .memory cimport Buffer
 from .plan cimport Plan
@@ -66,6 +66,7 @@ cdef class Lane:
         self._pinned = PinnedBuffer(self.device, self._ring_at + RING * sizeof(uint64_t), "the state of a decoding row")
         memset(<void *>self._pinned.pointer, 0, self._pinned.nbytes)
         self._copied = self.device.make_event()
+        self.run_idle()
 
     def __dealloc__(self):
         try:
@@ -74,6 +75,15 @@ cdef class Lane:
             self.device.drop_event(self._copied)
         except Exception:  # the interpreter goes down, or `__init__` failed
             pass
+
+    cdef int run_idle(self) except -1:
+        """One step of no row: loads every kernel, which the driver may not do while a graph is recorded."""
+        self.row().pos = -1
+        self.row().table = self._memory.pointer + self._table_at
+        self.device.copy(self._memory.pointer, self._pinned.pointer, self._table_at)
+        self.device.record(self._copied)
+        self.enqueue()
+        return 0
 
     cdef Row *row(self) noexcept:
         return <Row *>self._pinned.pointer
@@ -151,8 +161,18 @@ cdef class Lane:
         return 0
 
     def _record(self, int n_steps):
+        self.device.begin_graph()
+        try:
+            for _ in range(n_steps):
+                self.enqueue()
+        except BaseException:
+            self.device.abandon_graph()
+            raise
+        return self.device.end_graph()
+
+    cdef int enqueue(self) except -1:
+        """Enqueues one step of the row, whatever its state will be by then."""
         cdef tl_batch batch
-        cdef tl_status status = 0
         cdef Plan plan = (<Runner>self._runner).plan
         cdef Row *row = <Row *>self._memory.pointer  # of the device: only addresses are taken
         memset(&batch, 0, sizeof(batch))
@@ -168,16 +188,10 @@ cdef class Lane:
         batch.page_table = <const int32_t *const *>&row.table
         batch.sampling = &row.sampling
         batch.decode = &row.decode
-        self.device.begin_graph()
-        try:
-            for _ in range(n_steps):
-                if status == 0:
-                    status = plan.context.library.f.plan_enqueue(plan.handle, &batch, plan.context.stream)
-            plan.context.library.check(status, "recording a step")
-        except BaseException:
-            self.device.abandon_graph()
-            raise
-        return self.device.end_graph()
+        plan.context.library.check(
+            plan.context.library.f.plan_enqueue(plan.handle, &batch, plan.context.stream), "enqueueing a step"
+        )
+        return 0
 
     cdef int32_t wait_for(self, int serial) except -1:
         """The token of a draw, once it is there; the GIL is released meanwhile."""

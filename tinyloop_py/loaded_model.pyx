@@ -21,8 +21,9 @@ from .kv_modes import KV_DTYPES, resolve_kv_mode
 from .model_file import open_model_file
 from .packing import load_weights
 
-cdef int MAX_ROWS = 512  # tokens of one prefill step
-cdef int MAX_OUT = 64    # of them, rows that may reach the head
+cdef int MAX_ROWS = 512        # tokens of one prefill step
+cdef int MAX_ROWS_CUDA = 1024  # the same on a GPU, which needs more of them to be busy
+cdef int MAX_OUT = 64          # of them, rows that may reach the head
 
 
 cdef class LoadedModel(PoolClient):
@@ -48,7 +49,7 @@ cdef class LoadedModel(PoolClient):
             self._tokenizer_json = file.tokenizer_json
             context, self.device = open_context(device, threads)
             weights = load_weights(context, file)
-        rows = min(MAX_ROWS, self.max_seq_len)
+        rows = min(MAX_ROWS if self.device == "cpu" else MAX_ROWS_CUDA, self.max_seq_len)
         plan = Plan(context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget)
         self.nbytes = weights.nbytes
         self._engine = Engine(plan, self.config)

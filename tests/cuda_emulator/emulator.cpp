@@ -26,8 +26,7 @@ constexpr size_t kStackBytes = 256 << 10;
 
 [[noreturn]] void die(const char *what) {
   fprintf(stderr, "cuda emulator: %s\n", what);
-  if (current)
-    fprintf(stderr, "  at CTA (%u, %u), thread %u\n", current->block.x, current->block.y, current->thread.x);
+  if (current) fprintf(stderr, "  at CTA (%u, %u), thread %u\n", current->block.x, current->block.y, current->thread.x);
   abort();
 }
 

@@ -25,10 +25,18 @@ struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
@@ -104,7 +112,9 @@ struct Shuffle {
   int from;
 };
 template <class T>
-T shuffled(const Shuffle<T> *in, int i) { return in[in[i].from].value; }
+T shuffled(const Shuffle<T> *in, int i) {
+  return in[in[i].from].value;
+}
 
 struct Mma {
   float d[4];
@@ -155,7 +165,9 @@ inline void __syncthreads() { emulator::sync_cta(0, 0); }
 inline void __syncwarp() { emulator::warp_operation<int, int, emulator::nothing>(1, 0); }
 
 template <class T>
-T __shfl_sync(uint32_t, T x, int from) { return emulator::warp_operation<emulator::Shuffle<T>, T, emulator::shuffled<T>>(2, {x, from & 31}); }
+T __shfl_sync(uint32_t, T x, int from) {
+  return emulator::warp_operation<emulator::Shuffle<T>, T, emulator::shuffled<T>>(2, {x, from & 31});
+}
 template <class T>
 T __shfl_xor_sync(uint32_t, T x, int mask) {
   return emulator::warp_operation<emulator::Shuffle<T>, T, emulator::shuffled<T>>(3, {x, emulator::current->lane ^ mask});
@@ -198,7 +210,9 @@ using std::min;
 namespace tl {
 
 template <class T>
-T *shared_memory() { return (T *)emulator::shared_memory(emulator::current->rank); }
+T *shared_memory() {
+  return (T *)emulator::shared_memory(emulator::current->rank);
+}
 
 inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const emulator::Mma m{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
@@ -242,7 +256,9 @@ void give_registers() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int pending>
-void wgmma_wait() { emulator::warp_operation<int, int, emulator::nothing>(10, 0); }
+void wgmma_wait() {
+  emulator::warp_operation<int, int, emulator::nothing>(10, 0);
+}
 template <class T, int n>
 void wgmma(float (&d)[n], const uint32_t (&a)[4], uint64_t columns, bool add) {
   const uint8_t *b = (const uint8_t *)(uintptr_t)(columns >> 16);
@@ -261,7 +277,9 @@ inline void copy16_async(void *to, const void *from) { emulator::queue_copy(to, 
 inline void copy16_async(shared_t to, const void *from) { emulator::queue_copy((void *)to, from, 16); }
 inline void commit_copies() { emulator::commit_copies(); }
 template <int pending>
-void wait_copies() { emulator::wait_copies(pending); }
+void wait_copies() {
+  emulator::wait_copies(pending);
+}
 
 inline void barrier_init(shared_t barrier, int n_arrivals) { emulator::barrier_init((uint64_t *)barrier, n_arrivals); }
 inline void barrier_init_done() {}
@@ -270,7 +288,9 @@ inline void barrier_arrive_expecting(shared_t barrier, int nbytes) { emulator::b
 inline void barrier_wait(shared_t barrier, int parity) { emulator::barrier_wait((uint64_t *)barrier, parity); }
 inline uint64_t keep_policy() { return 0; }
 inline uint64_t pass_policy() { return 0; }
-inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier) { emulator::barrier_copy((void *)to, from, nbytes, (uint64_t *)barrier); }
+inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier) {
+  emulator::barrier_copy((void *)to, from, nbytes, (uint64_t *)barrier);
+}
 inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier, uint64_t) { copy_bulk(to, from, nbytes, barrier); }
 
 inline int cluster_rank() { return emulator::current->rank; }
