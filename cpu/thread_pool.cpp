@@ -3,6 +3,9 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
+
+#include <algorithm>
 
 #include "cpu_features.h"
 
@@ -11,6 +14,9 @@ namespace {
 
 constexpr int kSpinsBeforeYield = 4000;    // some 50 us: longer than the work between two barriers differs
 constexpr int kSpinsBeforeSleep = 20000;
+constexpr int64_t kFirstPatienceNs = 20'000'000;    // how long fewer threads run before more are tried again: doubles
+constexpr int64_t kMaxPatienceNs = 5'000'000'000;  // each time, as a try may cost a time slice at every barrier
+constexpr int64_t kLateNs = 2'000'000;             // waits in a job that don't matter
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -20,30 +26,37 @@ inline void pause() {
 #endif
 }
 
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * INT64_C(1'000'000'000) + t.tv_nsec;
+}
+
+int rounds_of(int n_threads) {
+  int n = 0;
+  while (1 << n < n_threads) n++;
+  return n;
+}
+
 }  // namespace
 
-ThreadPool::ThreadPool(int n_threads) : n_threads_(n_threads), local_(n_threads), taken_(n_threads) {
-  while (1 << n_rounds_ < n_threads) n_rounds_++;
-  flags_ = std::vector<Flag>(n_threads * n_rounds_);
+ThreadPool::ThreadPool(int n_threads)
+    : n_threads_(n_threads), n_active_(n_threads), local_(n_threads), flags_(n_threads * rounds_of(n_threads)), taken_(n_threads) {
   try {
     for (int i = 1; i < n_threads; i++) workers_.emplace_back([this, i] { work(i); });
   } catch (...) {  // the system refused a thread: end those that started
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
-      epoch_.fetch_add(1);
-    }
-    wake_.notify_all();
-    for (std::thread &t : workers_) t.join();
+    end_workers();
     throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end_workers(); }
+
+void ThreadPool::end_workers() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
-    epoch_.fetch_add(1);
+    epoch_.store(((epoch_.load() >> 16) + 1) << 16 | 0xffff);
   }
   wake_.notify_all();
   for (std::thread &t : workers_) t.join();
@@ -51,9 +64,22 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::run(Job job, void *arg) {
   if (n_threads_ == 1) return job(arg, 0);
+  const int64_t begin = now_ns();
+  if (n_active_ < n_threads_ && begin >= retry_ns_) n_active_ = std::min(2 * n_active_, n_threads_);
+  late_ns_ = 0;
+  if (n_active_ > 1)
+    run_active(job, arg);
+  else
+    job(arg, 0);
+  if (late_ns_ > kLateNs || patience_ns_) adapt(now_ns(), begin);
+}
+
+void ThreadPool::run_active(Job job, void *arg) {
   job_ = job;
   arg_ = arg;
-  epoch_.fetch_add(1);
+  base_barrier_ = local_[0].barrier;
+  base_share_ = local_[0].share;
+  epoch_.store(((epoch_.load(std::memory_order_relaxed) >> 16) + 1) << 16 | (uint64_t)n_active_);
   if (sleepers_.load()) {  // a worker counts itself before it looks at the epoch: one of the two sees the other
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -62,17 +88,33 @@ void ThreadPool::run(Job job, void *arg) {
   barrier(0);
 }
 
+// After a job that waited for most of its time: fewer threads. After one at full size that did not: all is well.
+void ThreadPool::adapt(int64_t end_ns, int64_t begin_ns) {
+  if (late_ns_ > std::max(kLateNs, (end_ns - begin_ns) / 2)) {
+    n_active_ = (n_active_ + 1) / 2;
+    patience_ns_ = std::clamp(2 * patience_ns_, kFirstPatienceNs, kMaxPatienceNs);
+    retry_ns_ = end_ns + patience_ns_;
+  } else if (n_active_ == n_threads_) {
+    patience_ns_ /= 2;
+  }
+}
+
 void ThreadPool::barrier(int thread) {
   const uint32_t count = ++local_[thread].barrier;
-  for (int round = 0; round < n_rounds_; round++) {
-    flags_[(thread + (1 << round)) % n_threads_ * n_rounds_ + round].barrier.store(count, std::memory_order_release);
-    const std::atomic<uint32_t> &mine = flags_[thread * n_rounds_ + round].barrier;
+  const int n = n_active_, n_rounds = rounds_of(n_threads_);
+  for (int round = 0; 1 << round < n; round++) {
+    flags_[(thread + (1 << round)) % n * n_rounds + round].barrier.store(count, std::memory_order_release);
+    const std::atomic<uint32_t> &mine = flags_[thread * n_rounds + round].barrier;
+    int64_t late_from = 0;
     for (int spins = 0; (int32_t)(mine.load(std::memory_order_acquire) - count) < 0; spins++) {
-      if (spins < kSpinsBeforeYield)
+      if (spins < kSpinsBeforeYield) {
         pause();
-      else
-        sched_yield();
+        continue;
+      }
+      if (thread == 0 && !late_from) late_from = now_ns();
+      sched_yield();
     }
+    if (late_from) late_ns_ += now_ns() - late_from;
   }
 }
 
@@ -85,14 +127,21 @@ int ThreadPool::take(int owner, uint32_t round) {
   return (int)(uint32_t)taken.fetch_add(1, std::memory_order_relaxed);
 }
 
-bool ThreadPool::wait_for_job(unsigned seen) {
+// Waits for a job that this worker has a part in; false at the end. One that has none stays asleep, or falls asleep.
+bool ThreadPool::wait_for_job(int thread, uint64_t &seen) {
+  const auto is_called = [&] {
+    const uint64_t epoch = epoch_.load(std::memory_order_acquire);
+    if (epoch == seen) return false;
+    seen = epoch;
+    return (int)(epoch & 0xffff) > thread;
+  };
   for (int spins = 0; spins < kSpinsBeforeSleep; spins++) {
-    if (epoch_.load(std::memory_order_acquire) != seen) return !stop_;
+    if (is_called()) return !stop_;
     pause();
   }
   std::unique_lock<std::mutex> lock(mutex_);
   sleepers_.fetch_add(1);
-  wake_.wait(lock, [&] { return epoch_.load() != seen; });
+  wake_.wait(lock, is_called);
   sleepers_.fetch_sub(1);
   return !stop_;
 }
@@ -103,9 +152,10 @@ void ThreadPool::work(int thread) {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   const CpuSet set = usable_cpus();
   sched_setaffinity(0, sizeof set, &set);
-  unsigned seen = 0;
-  while (wait_for_job(seen)) {
-    seen++;
+  uint64_t seen = 0;
+  while (wait_for_job(thread, seen)) {
+    local_[thread].barrier = base_barrier_;
+    local_[thread].share = base_share_;
     job_(arg_, thread);
     barrier(thread);
   }

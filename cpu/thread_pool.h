@@ -3,6 +3,10 @@
 // A worker spins while a job may follow soon (the gap between two decode steps is a few microseconds) and sleeps after.
 // Cores may lie far apart (some 300 ns for a cache line to change hands), so that nothing shared is touched more often
 // than it must be: a barrier of two threads is one store and one awaited load each.
+//
+// Where other processes want the cores too, a thread that the system has set aside holds up all others, at every barrier
+// for as long as a time slice. A caller that has waited so for most of a job runs the next ones with half the threads, or
+// alone, and tries more again after a while. How many run never changes a result.
 #pragma once
 
 #include <atomic>
@@ -25,7 +29,7 @@ class ThreadPool {
 
   int size() const { return n_threads_; }
 
-  // Runs job(arg, 0) here and job(arg, i) on worker i; returns when all have.
+  // Runs job(arg, 0) here and job(arg, i) on workers i, as many as the machine has time for; returns when all have.
   void run(Job job, void *arg);
 
   // Inside a job: every thread waits for all (a dissemination barrier: after round k each knows of 2^(k+1) threads).
@@ -36,10 +40,10 @@ class ThreadPool {
   // slow now one core, now the other.
   template <class Body>
   void share(int thread, int n, bool help, Body body) {
-    if (help && n_threads_ > 1) {
+    if (help && n_active_ > 1) {
       const uint32_t round = ++local_[thread].share;
-      for (int i = 0; i < n_threads_; i++) {
-        const int owner = (thread + i) % n_threads_;
+      for (int i = 0; i < n_active_; i++) {
+        const int owner = (thread + i) % n_active_;
         for (int unit = first_of(owner, n) + take(owner, round); unit < first_of(owner + 1, n); unit = first_of(owner, n) + take(owner, round))
           body(unit);
       }
@@ -50,14 +54,17 @@ class ThreadPool {
   }
 
  private:
-  void work(int thread);
-  bool wait_for_job(unsigned seen);
-  int first_of(int thread, int n) const { return (int)((int64_t)n * thread / n_threads_); }
-  int take(int owner, uint32_t round);
-
   struct alignas(64) Local {  // a thread's own counts of barriers and of shared-out phases
     uint32_t barrier = 0, share = 0;
   };
+  void end_workers();
+  void work(int thread);
+  bool wait_for_job(int thread, uint64_t &seen);
+  void run_active(Job job, void *arg);
+  void adapt(int64_t end_ns, int64_t begin_ns);
+  int first_of(int thread, int n) const { return (int)((int64_t)n * thread / n_active_); }
+  int take(int owner, uint32_t round);
+
   struct alignas(64) Flag {
     std::atomic<uint32_t> barrier{0};
   };
@@ -65,12 +72,18 @@ class ThreadPool {
     std::atomic<uint64_t> phase_and_units{0};
   };
 
-  const int n_threads_;
-  int n_rounds_ = 0;
+  // What a job's threads read, in one line: written between jobs.
+  alignas(64) const int n_threads_;
+  int n_active_;  // threads of the job
   Job job_ = nullptr;
   void *arg_ = nullptr;
+  uint32_t base_barrier_ = 0, base_share_ = 0;  // the counts that a worker begins with: it may have sat out the last jobs
   bool stop_ = false;
-  alignas(64) std::atomic<unsigned> epoch_{0};
+  // The caller's own.
+  alignas(64) int64_t late_ns_ = 0;  // of the job: how long the caller waited for threads that had no core
+  int64_t retry_ns_ = 0;             // when more threads are tried again
+  int64_t patience_ns_ = 0;          // how long fewer ran before that
+  alignas(64) std::atomic<uint64_t> epoch_{0};  // (jobs so far << 16) | threads of this one
   alignas(64) std::atomic<int> sleepers_{0};
   std::vector<Local> local_;
   std::vector<Flag> flags_;  // (thread, round)

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import convert, generate, info
+from .commands import convert, demo, generate, info
 
-COMMANDS = (generate, convert, info)
+COMMANDS = (demo, generate, convert, info)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .loaded_model import LoadedModel
     from .sequence import KvPrefix
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from typing_extensions import Self
-
 from .stop_text import StopText
 from .text_decoder import TextDecoder
 from .token_logprobs import TokenLogprobs
@@ -15,6 +13,7 @@ from .token_stream import TokenStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from typing_extensions import Self
 
 N_CONTEXT = 8  # tokens of the prompt that the first new one is decoded with
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from typing_extensions import Self
-
 from .token_logprobs import TokenLogprobs, token_logprobs
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .generation import Generation
     from .loaded_model import LoadedModel
 

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--muon-lr", type=float, default=0.006)
     parser.add_argument("--adam-lr", type=float, default=0.004)
-    parser.add_argument("--shallow", type=float, default=0.2, help="weight of the loss at a shallower depth of the same pass")
+    parser.add_argument("--shallow", type=float, default=0.1, help="weight of the loss at a shallower depth of the same pass")
     parser.add_argument("--evals", type=int, default=5, help="looks at the held-out text, each with a checkpoint")
     parser.add_argument("--model", type=json.loads, default={}, help="changes to the config, as a JSON object")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
@@ -134,7 +134,7 @@ def main() -> None:
         for o, lr in zip(optims, peak, strict=True):
             o.param_groups[0]["lr"] = lr * min(1.0, n_steps / 60) * (1 - progress)
         # The depth of this step, deeper ones more often, and a shallower one that learns from the same pass
-        (loops,) = rng.choices(range(1, c.trained_loops + 1), range(1, c.trained_loops + 1))
+        (loops,) = rng.choices(range(1, c.trained_loops + 1), [r**3 for r in range(1, c.trained_loops + 1)])
         states = list(hidden_states(c, weights, tokens[:, :-1], loops, dtype=dtype, step=step_loop))
         loss = step_loss(states[-1], weights["embed.weight"], tokens[:, 1:])
         if loops > 1 and args.shallow > 0:
