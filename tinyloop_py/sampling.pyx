@@ -10,6 +10,10 @@ from libc.stdint cimport int32_t, uint64_t
 
 from .abi cimport tl_sampling
 
+# What is out of float32's sight counts as these: a distribution is uniform or greedy long before.
+cdef double SMALL = 1e-30
+cdef double LARGE = 1e30
+
 
 cdef int _int(object value, str name, long long low, long long high) except? -1:
     """An integer argument, as a C int."""
@@ -77,13 +81,14 @@ cdef class Sampling:
         if t < 0.0:
             raise ValueError(f"temperature is {t:g}, expected 0 (greedy) or more")
         self.c.size = sizeof(tl_sampling)
-        self.c.temperature = t
+        self.c.temperature = t if t < LARGE else LARGE
         self.c.top_k = _int(top_k, "top_k", 0, 2**31 - 1)
-        self.c.top_p = 1.0 if top_p == 1.0 else _fraction(top_p, "top_p", False)
+        self.c.top_p = 1.0 if top_p == 1.0 else max(_fraction(top_p, "top_p", False), SMALL)
         self.c.min_p = 0.0 if min_p == 0.0 else _fraction(min_p, "min_p", True)
-        self.c.repetition_penalty = _float(repetition_penalty, "repetition_penalty")
-        if self.c.repetition_penalty <= 0.0:
-            raise ValueError(f"repetition_penalty is {repetition_penalty}, expected more than 0 (1 is off)")
+        cdef double penalty = _float(repetition_penalty, "repetition_penalty")
+        if penalty <= 0.0:
+            raise ValueError(f"repetition_penalty is {penalty:g}, expected more than 0 (1 is off)")
+        self.c.repetition_penalty = min(max(penalty, SMALL), LARGE)
         if seed is None:
             self.c.seed = fresh_seed() if t > 0.0 else 0
         else:
@@ -126,7 +131,10 @@ cdef class Sampling:
         if not items:
             return 0
         self._bias_ids = np.array([k for k, _ in items], np.int32)
-        self._bias_values = np.clip(np.array(values, np.float64), -np.inf, 3e38).astype(np.float32)
+        if values.count(-math.inf) == vocab_size:
+            raise ValueError("logit_bias bans every token, expected at least one that may be drawn")
+        values = [v if v == -math.inf else min(max(v, -3e38), 3e38) for v in values]
+        self._bias_values = np.array(values, np.float32)
         self.c.n_bias = len(items)
         self.c.bias_ids = &self._bias_ids[0]
         self.c.bias_values = &self._bias_values[0]

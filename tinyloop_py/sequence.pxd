@@ -32,6 +32,7 @@ cdef class Sequence:
 
     cdef int32_t take(self, int part) except -1
     cdef void free_behind(self) noexcept
+    cdef bint all_windowed(self) noexcept
     cdef void drop_spans(self, int limit) noexcept
     cdef Span take_over(self, int first_page, int n_pages)
     cdef int reserve(self, int n_positions, int max_rows) except -1

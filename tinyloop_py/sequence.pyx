@@ -168,6 +168,14 @@ cdef class Sequence:
                 self.reserved_nbytes += nbytes
         self.drop_spans(behind_all)
 
+    cdef bint all_windowed(self) noexcept:
+        """Whether no layer reads further back than some window."""
+        cdef int part
+        for part in range(3):
+            if self.store.page_nbytes(part) and not self.part_window[part]:
+                return False
+        return True
+
     cdef void drop_spans(self, int limit) noexcept:
         cdef Span span
         cdef int stage
@@ -218,10 +226,14 @@ cdef class Sequence:
     cdef KvPrefix freeze(self, object final_x, object boundary_x):
         """Ends the sequence and gives what it holds as a prefix."""
         cdef KvPrefix prefix = KvPrefix.__new__(KvPrefix)
-        cdef int n_full = self.n_tokens // PAGE
+        cdef int first, n_full = self.n_tokens // PAGE
+        cdef Span span
+        cdef int n_each = 1 if self.all_windowed() else max(1, n_full - self.own_first)  # what slides page by page goes page by page
         spans = list(self.spans)
-        if n_full > self.own_first:
-            spans.append(self.take_over(self.own_first, n_full - self.own_first))
+        for first in range(self.own_first, n_full, n_each):
+            span = self.take_over(first, n_each)
+            if span.nbytes:
+                spans.append(span)
         prefix.tail = self.take_over(n_full, 1) if self.n_tokens % PAGE else None
         prefix.store = self.store
         prefix.n_tokens = self.n_tokens
