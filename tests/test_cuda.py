@@ -5,12 +5,13 @@ Counters of allocations and graphs are the emulator's (TINYLOOP_TEST_BACKENDS=cu
 
 import gc
 import sys
+from pathlib import Path
 
 import emulated_cuda
 import numpy as np
 import pytest
 from models import CONFIGS, random_tokens
-from runtime import backends, open_model
+from runtime import backends, kv_of, open_model, same_bits, same_kv
 from tolerances import TOLERANCES
 
 import tinyloop_py as tl
@@ -53,6 +54,24 @@ def test_steps_that_run_ahead_draw_what_single_steps_draw(how):
             stopped = model.generate(PROMPT, 37, loops=2, stop_tokens=(stop,), **how)
             assert stopped == ahead[: ahead.index(stop, 40) + 1]
         assert model.kv_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "group_size", "kv_mode"),
+    [("shipped", "bf16", None, "fp16"), ("qwen2", "bf16", None, "bf16"), ("huginn", "int8", 64, "bf16"), ("ouro", "f16", None, "fp16")],
+)
+def test_prompts_give_the_same_bits_however_they_run(name, dtype, group_size, kv_mode):
+    """The matrix of test_exactness.py at one loop and few splits: what the emulator can do in seconds."""
+    tokens = random_tokens(CONFIGS[name], 90)
+    with open_model("cuda", name, dtype, group_size=group_size, kv_mode=kv_mode, max_seq_len=128) as model:
+        cold = kv_of(model, tokens, loops=1)
+        for splits in ((17,), (64,), (65,), (1, 15, 16, 17, 63, 64, 65, 89)):
+            assert same_kv(cold, kv_of(model, tokens, loops=1, splits=splits)), f"split at {splits}"
+        together = model.logits(tokens, 1)
+        for n in (1, 2, 9, 17, 65):
+            assert same_bits(together[n - 1], model.logits(tokens[:n], 1, last_only=True)[0]), f"row {n - 1}"
+        narrow = kv_of(model, tokens, loops=1, window=20)
+        assert same_kv(narrow, kv_of(model, tokens, loops=1, window=20, splits=(33, 81)))
 
 
 def test_generations_that_take_turns_keep_their_own_rows():
@@ -153,20 +172,32 @@ def test_out_of_memory_says_what_was_asked_and_loses_nothing(emulated, monkeypat
         assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == want
 
 
+def assert_same_choices(gpu, cpu, prompts, max_tokens, loops):
+    """Greedy tokens agree; where they part, the CPU's own choice leads by less than the tolerance of logits, and that is printed."""
+    for number, prompt in enumerate(prompts):
+        ours, theirs = (m.generate(prompt, max_tokens, loops=loops, temperature=0.0, stop_tokens=()) for m in (gpu, cpu))
+        if ours == theirs:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        row = cpu.logits(theirs[:at], loops, last_only=True)[0]
+        lead = (row[theirs[at]] - row[ours[at]]) / np.abs(row).max()
+        print(f"prompt {number}: token {at} differs, the CPU's leads by {lead:.1e} of the largest logit")
+        assert lead < TOLERANCES["bf16", "f16"].rounded
+
+
 def test_greedy_tokens_are_those_of_the_cpu():
-    """On 20 prompts; where they part, the CPU's own choice leads by less than the tolerance of logits."""
-    tolerance = TOLERANCES["bf16", "f16"].rounded
     with open_model("cuda", "shipped", "bf16") as gpu, open_model("cpu", "shipped", "bf16") as cpu:
-        for seed in range(20):
-            prompt = random_tokens(CONFIGS["shipped"], 6 + seed, seed=seed)
-            ours, theirs = (m.generate(prompt, 6, loops=2, temperature=0.0, stop_tokens=()) for m in (gpu, cpu))
-            if ours == theirs:
-                continue
-            at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-            row = cpu.logits(theirs[:at], 2, last_only=True)[0]
-            lead = (row[theirs[at]] - row[ours[at]]) / np.abs(row).max()
-            print(f"prompt {seed}: token {at} differs, the CPU's leads by {lead:.1e} of the largest logit")
-            assert lead < tolerance
+        assert_same_choices(gpu, cpu, [random_tokens(CONFIGS["shipped"], 6 + n, seed=n) for n in range(20)], 6, 2)
+
+
+def test_greedy_tokens_of_the_model_in_the_package_are_those_of_the_cpu():
+    if emulated_cuda.installed():
+        pytest.skip("takes the emulator an hour")
+    text = (Path(__file__).parent / "data" / "heldout.txt").read_text()
+    with tl.Model(tl.demo_model(), 512, device="cuda") as gpu, tl.Model(tl.demo_model(), 512, device="cpu") as cpu:
+        tokens = np.array(gpu.tokenizer.encode(text).ids, np.int32)
+        starts = np.linspace(0, len(tokens) - 128, 24).astype(int)
+        assert_same_choices(gpu, cpu, [tokens[s : s + 20 + n] for n, s in enumerate(starts)], 64, None)
 
 
 # ---- errors of opening

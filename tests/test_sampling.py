@@ -137,7 +137,7 @@ def test_no_temperature_to_speak_of_is_greedy(model, greedy, temperature, filter
 def test_a_boundless_temperature_is_uniform(model, temperature):
     uniform = np.full(CONFIG.vocab_size, 1 / CONFIG.vocab_size)
     assert_follows(np.bincount(draws(model, range(N), temperature=temperature), minlength=CONFIG.vocab_size), N * uniform)
-    banned = {i: -INF for i in range(0, CONFIG.vocab_size, 2)}
+    banned = dict.fromkeys(range(0, CONFIG.vocab_size, 2), -INF)
     assert all(t % 2 for t in draws(model, range(300), temperature=temperature, logit_bias=banned))
     assert all(t % 2 for t in draws(model, range(300), temperature=temperature, logit_bias=banned, top_p=0.9))
     best = np.argsort(-model.logits(PROMPT, last_only=True)[0], kind="stable")[:5]
