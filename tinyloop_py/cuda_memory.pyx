@@ -1,7 +1,7 @@
 """Memory of a CUDA device: buffers, pinned host buffers, and address ranges with physical memory mapped on demand."""
 
 cimport cython
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t
 
 from .memory cimport AddressRange, Buffer
 

@@ -1,7 +1,7 @@
 """Running batches on a CUDA device: their arrays go over in one copy, what they ask for comes back before `run` returns."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from .abi cimport TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
 from .cuda_context cimport CudaContext
@@ -143,9 +143,8 @@ cdef class CudaRunner(Runner):
 
     cdef int lay_outputs(self, const tl_batch *batch, tl_batch *there) except -1:
         """Has `there` point to memory for what a batch writes."""
-        cdef int i
         cdef int64_t rows = batch.n_out, dim = self.plan.desc.dim * 4
-        for i in range(2):  # again where the memory was too small
+        for _ in range(2):  # again where the memory was too small
             there[0] = batch[0]
             self._out_used = 0
             there.sampled = NULL if batch.sampled == NULL else <int32_t *>self.room(rows * sizeof(int32_t))

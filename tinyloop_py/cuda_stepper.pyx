@@ -10,7 +10,6 @@ from libc.string cimport memcpy, memset
 
 from .abi cimport TL_PAGE_POSITIONS, TL_RUN_ALL, TL_STAGE_CORE, tl_batch, tl_decode, tl_sampling
 from .cuda_context cimport CudaContext
-from .memory cimport Buffer
 from .plan cimport Plan
 from .runner cimport Runner, Stepper
 from .sampling cimport Sampling
