@@ -1,6 +1,6 @@
 """What calls cost beside the model's work: the pool without a hit, the hit itself, a call's own overhead; and memory of a hit.
 
-The first two rows run on a tiny random model, where a step takes microseconds and what is added shows.
+The first three rows run on a tiny random model, where a step takes microseconds and what is added shows.
 
     python bench/bench_calls.py [--model FILE] [--pairs 200] [--keep NAME]
 """
@@ -57,6 +57,17 @@ def own_cost(model: tl.Model, pairs: int) -> dict[str, Any]:
     return {"what": "generate(max_tokens=1) less the same step alone", "us": f"{1e6 * added:.1f}", "bar": 15}
 
 
+def stream_cost(model: tl.Model, pairs: int) -> dict[str, Any]:
+    """A token of generate_stream less one of generate, on a model whose step takes microseconds."""
+    prompt, n = np.arange(1, 9, dtype=np.int32), 256
+    t = alternate({
+        "stream": lambda: seconds(lambda: list(model.generate_stream(prompt, n, **GREEDY))),
+        "generate": lambda: seconds(lambda: model.generate(prompt, n, **GREEDY)),
+    }, max(1, pairs // 10))  # fmt: skip
+    added = statistics.median(a - b for a, b in zip(t["stream"], t["generate"], strict=True)) / n
+    return {"what": "generate_stream added to generate, a token", "us": f"{1e6 * added:.2f}"}
+
+
 def hit(model: tl.Model, n_tokens: int, pairs: int) -> dict[str, Any]:
     """A hit on the whole prompt that draws nothing: look-up, references, page table, partial page; no row runs."""
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, n_tokens).astype(np.int32)
@@ -79,7 +90,7 @@ def main() -> None:
     parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tl.Model(tiny_model(Path(folder)), 2048, device="cpu", threads=args.threads) as model:
-        rows = [no_hits(model, args.pairs), own_cost(model, args.pairs)]
+        rows = [no_hits(model, args.pairs), own_cost(model, args.pairs), stream_cost(model, args.pairs)]
     with tl.Model(args.model, 2048, device="cpu", threads=args.threads) as model:
         rows += [hit(model, n, args.pairs) for n in (1024, 1030)]
     print(table([{"what": "", "us": "", "bar": "", "bytes added": "", **row} for row in rows]))

@@ -299,3 +299,9 @@ def test_a_forked_child_is_told_to_make_its_own_model(model):
     os.waitpid(pid, 0)
     assert b"forked" in os.read(read, 1000)
     assert len(list(stream)) == 5
+
+
+def test_logits_are_kept_from_the_first_token_on_or_not_at_all(model):
+    generation = model._start(PROMPT, 5, **GREEDY)
+    with pytest.raises(RuntimeError, match="keep_logits came after the prompt has run"):
+        generation.keep_logits()

@@ -60,7 +60,7 @@ class Batching:
         prompts = read_prompts(prompts)
         seeds = read_seeds(seed, len(prompts))
         for i, prompt in enumerate(prompts):
-            tokens = np.asarray(self.prompt_tokens(prompt, max_tokens, &n_new, f"prompts[{i}]"))
+            tokens = np.array(self.prompt_tokens(prompt, max_tokens, &n_new, f"prompts[{i}]"))  # a copy: some start later
             sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seeds[i], stop_tokens)
             requests.append((tokens, sampling))
         self.warn_depth(key[1])

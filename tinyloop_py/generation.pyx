@@ -91,8 +91,10 @@ cdef class Generation:
         return 0
 
     def keep_logits(self):
-        """Has every draw leave the logits it came from in `logits`; before the prompt runs."""
+        """Has every draw leave the logits it came from in `logits`; to be called before the prompt runs."""
         cdef float[::1] view
+        if self._prompt_done or self._busy:
+            raise RuntimeError("keep_logits came after the prompt has run; the first token's logits are gone")
         self.logits = view = np.empty(self.engine.config.vocab_size, np.float32)
         self._logits = &view[0]
 

@@ -167,9 +167,10 @@ cdef class LoadedModel(PoolClient):
         cdef tuple key = self.pool_key(method, loops, cache_window, namespace)
         cdef int n_new
         check_pool(pool)
-        cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
         cdef Sampling sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens)
         self.warn_depth(key[1])
+        # Last, as nothing may run between the check of a caller's buffer and its copy.
+        cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
         return Generation(self._engine, tokens, n_new, key, sampling, pool)
 
     def _start(
