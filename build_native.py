@@ -36,7 +36,7 @@ BUILD_INFO = "build.json"  # beside the libraries: what they were built with, fo
 DEFAULT_ARCHS = "80,89,90a"
 
 # Units compiled once per code path, and the flags of each path (simd.h says what TL_ISA stands for).
-KERNEL_UNITS = ("attention", "logits", "matmul", "pack", "rows")
+KERNEL_UNITS = ("attention", "attention_codes", "kv_codes", "logits", "matmul", "pack", "rows")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx512bf16", "-mprefer-vector-width=512")
 X86_PATHS = {"generic": (1, ()), "avx2": (2, AVX2), "avx512": (3, AVX512)}

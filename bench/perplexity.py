@@ -21,10 +21,12 @@ def losses(model: tl.Model, ids: list[int], context: int, loops: int | None) -> 
     out = []
     for first in range(0, len(ids) - 1, context):
         window = np.array(ids[first : first + context + 1], np.int32)
-        logits = model.logits(window[:-1], loops).astype(np.float64)
-        top = logits.max(1, keepdims=True)
-        log_sum = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
-        out.append(log_sum - logits[np.arange(len(logits)), window[1:]])
+        logits = model.logits(window[:-1], loops)
+        for row in range(0, len(logits), 256):  # in blocks: float64 of a whole window is gigabytes
+            rows, targets = logits[row : row + 256].astype(np.float64), window[1 + row : 257 + row]
+            top = rows.max(1, keepdims=True)
+            log_sum = np.log(np.exp(rows - top).sum(1)) + top[:, 0]
+            out.append(log_sum - rows[np.arange(len(rows)), targets])
     return np.concatenate(out)
 
 

@@ -153,6 +153,22 @@ tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *
   return TL_OK;
 }
 
+tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uint64_t *value_nbytes) {
+  TL_REQUIRE(desc && key_nbytes && value_nbytes, "a pointer is NULL");
+  TL_CHECK(tl::check_sizes(*desc));
+  *key_nbytes = tl::k_row_nbytes(desc->kv_dtype, desc->head_dim);
+  *value_nbytes = tl::v_row_nbytes(desc->kv_dtype, desc->head_dim);
+  return TL_OK;
+}
+
+tl_status tl_plan_operand_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes) {
+  TL_REQUIRE(desc && nbytes && part >= 0 && part < 3, "a pointer is NULL or the part is unknown");
+  TL_CHECK(tl::check_sizes(*desc));
+  TL_REQUIRE(desc->phases && desc->n_phases > 0, "tl_plan_desc has no phases");
+  *nbytes = tl::operand_page_nbytes(*desc, part);
+  return TL_OK;
+}
+
 tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes) {
   TL_REQUIRE(plan && nbytes, "a pointer is NULL");
   *nbytes = plan->scratch.nbytes;
@@ -170,6 +186,7 @@ tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *) {
     TL_REQUIRE(plan && batch && plan->memory, "a pointer is NULL, or the plan has no scratch memory yet");
     TL_CHECK(tl::check_batch(plan->desc, *batch));
     if (batch->decode) return fail(TL_ERR_UNSUPPORTED, "tl_batch.decode is set: rows that step by themselves are CUDA's alone");
+    TL_CHECK(tl::check_injected(plan->phases.data(), (int)plan->phases.size(), *batch));
     for (int i = 0; batch->sampling && i < batch->n_out; i++) TL_CHECK(tl::check_sampling(batch->sampling[i]));
     tl::run_batch(*plan, *batch);
     return TL_OK;
@@ -197,6 +214,24 @@ tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *k
 
 tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *) {
   return convert_page(plan, part, page, (void *)keys, (void *)values, true);
+}
+
+static tl_status convert_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, bool to_page) {
+  TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
+  TL_REQUIRE(plan->desc.operand_base[part], "the plan keeps no operands of the part");
+  const uint64_t nbytes = plan->operand_page_nbytes[part], used = plan->operand_nbytes[part];
+  uint8_t *at = (uint8_t *)plan->desc.operand_base[part] + page * nbytes;
+  memcpy(to_page ? at : operands, to_page ? operands : at, used);
+  if (!to_page) memset((uint8_t *)operands + used, 0, nbytes - used);
+  return TL_OK;
+}
+
+tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *) {
+  return convert_operands(plan, part, page, operands, false);
+}
+
+tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *) {
+  return convert_operands(plan, part, page, (void *)operands, true);
 }
 
 tl_status tl_op_matmul(tl_context *context, const tl_matmul_args *args, void *) {

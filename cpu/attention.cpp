@@ -3,6 +3,7 @@
 // Keys lie in lanes for q . k (a page stores K as (head_dim, 16)), values' dimensions lie in lanes for P V. A chunk has
 // one maximum over its unmasked keys; P = exp(s - max) is rounded to the KV type, and both its sum and P V use the
 // rounded P. Queries in flight only share the loads: each one's chain of operations is its own.
+#include "kv_layout.h"
 #include "rows.h"
 
 #define TL_UNROLL _Pragma("GCC unroll 16")
@@ -81,27 +82,33 @@ static void round_all(int n, float *q) {
 #define TL_BY_KV_TYPE(dtype, call_f32, call_bf16, call_f16) (dtype) == TL_F32 ? (call_f32) : (dtype) == TL_BF16 ? (call_bf16) : (call_f16)
 
 int store_k(int kv_dtype, int head_dim, const float *k, void *page, int slot) {
+  if (is_quantised(kv_dtype)) return store_k_codes(kv_dtype, head_dim, k, (uint8_t *)page, slot), 0;
   return TL_BY_KV_TYPE(kv_dtype, write_k<KvF32>(head_dim, k, (float *)page, slot), write_k<KvBf16>(head_dim, k, (uint16_t *)page, slot),
                        write_k<KvF16>(head_dim, k, (uint16_t *)page, slot));
 }
 
-int store_v(int kv_dtype, int head_dim, const float *v, void *page, int slot) {
+int store_v(int kv_dtype, int head_dim, const float *v, void *block, int slot) {
+  if (is_quantised(kv_dtype)) return store_v_codes(kv_dtype, head_dim, v, (uint8_t *)block, slot), 0;
+  uint8_t *page = (uint8_t *)block + kv_layout(kv_dtype, head_dim).v;
   return TL_BY_KV_TYPE(kv_dtype, write_v<KvF32>(head_dim, v, (float *)page, slot), write_v<KvBf16>(head_dim, v, (uint16_t *)page, slot),
                        write_v<KvF16>(head_dim, v, (uint16_t *)page, slot));
 }
 
-void round_q(int kv_dtype, int n, float *q) { TL_BY_KV_TYPE(kv_dtype, (void)0, round_all<KvBf16>(n, q), round_all<KvF16>(n, q)); }
+void prepare_q(int kv_dtype, int head_dim, float *q) {
+  if (is_quantised(kv_dtype)) return operand_q(head_dim, q);
+  TL_BY_KV_TYPE(kv_dtype, (void)0, round_all<KvBf16>(pad16(head_dim), q), round_all<KvF16>(pad16(head_dim), q));
+}
 
 // ---- one chunk
 
 // One line of every page that comes next, per line of this chunk's: a page's part is short, and the hardware starts anew on each.
 template <class Kv>
 TL_INLINE void prefetch_next(const AttendChunk *c, int d) {
-  const int at = d * TL_PAGE_POSITIONS * (int)sizeof(typename Kv::T);
+  const int hop = TL_PAGE_POSITIONS * (int)sizeof(typename Kv::T), at = d * hop, values = c->head_dim * hop;
   if (at % 64) return;
   TL_UNROLL for (int p = 0; p < 4; p++) {
-    __builtin_prefetch((const char *)c->next_k[p] + at);
-    __builtin_prefetch((const char *)c->next_v[p] + at);
+    __builtin_prefetch((const char *)c->next[p] + at);
+    __builtin_prefetch((const char *)c->next[p] + values + at);
   }
 }
 
@@ -111,9 +118,9 @@ static void scores(const AttendChunk *c, int first_query, int first_page, float 
   vf acc[NQ][NP];
   TL_UNROLL for (int i = 0; i < NQ; i++) TL_UNROLL for (int p = 0; p < NP; p++) acc[i][p] = zero();
   const typename Kv::T *page[NP];
-  TL_UNROLL for (int p = 0; p < NP; p++) page[p] = (const typename Kv::T *)c->k_page[first_page + p];
+  TL_UNROLL for (int p = 0; p < NP; p++) page[p] = (const typename Kv::T *)c->block[first_page + p];
   const float *const *q = c->q + first_query;
-  const bool prefetch = first_query == 0 && c->next_k[0];
+  const bool prefetch = first_query == 0 && c->next[0];
   for (int d = 0; d < c->head_dim; d++) {
     if (prefetch) prefetch_next<Kv>(c, d);
     vf k[NP];
@@ -150,9 +157,9 @@ template <class Kv, int NQ, int NV>
 static void weigh(const AttendChunk *c, int first_query, int lo, int hi, float p[][TL_KEY_CHUNK], int d) {
   vf acc[NQ][NV];
   TL_UNROLL for (int i = 0; i < NQ; i++) TL_UNROLL for (int j = 0; j < NV; j++) acc[i][j] = zero();
-  const int stride = pad16(c->head_dim);
+  const int stride = pad16(c->head_dim), values = c->head_dim * TL_PAGE_POSITIONS + d;
   for (int key = lo; key < hi; key++) {
-    const typename Kv::T *row = (const typename Kv::T *)c->v_page[key / TL_PAGE_POSITIONS] + key % TL_PAGE_POSITIONS * stride + d;
+    const typename Kv::T *row = (const typename Kv::T *)c->block[key / TL_PAGE_POSITIONS] + values + key % TL_PAGE_POSITIONS * stride;
     vf v[NV];
     TL_UNROLL for (int j = 0; j < NV; j++) v[j] = Kv::load(row + j * kLanes);
     TL_UNROLL for (int i = 0; i < NQ; i++) {
@@ -203,7 +210,10 @@ static void attend_all(const AttendChunk *c) {
 #endif
 }
 
-void attend_chunk(const AttendChunk *c) { TL_BY_KV_TYPE(c->kv_dtype, attend_all<KvF32>(c), attend_all<KvBf16>(c), attend_all<KvF16>(c)); }
+void attend_chunk(const AttendChunk *c) {
+  if (is_quantised(c->kv_dtype)) return attend_codes(c);
+  TL_BY_KV_TYPE(c->kv_dtype, attend_all<KvF32>(c), attend_all<KvBf16>(c), attend_all<KvF16>(c));
+}
 
 // ---- merging
 

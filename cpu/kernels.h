@@ -16,18 +16,24 @@ constexpr int kStateHead = 16;     // floats before o in an attention state: m, 
 inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int pad16(int n) { return round_up(n, 16); }
 
+inline int int8_groups(int n_in) { return round_up(n_in, TL_INT8_GROUP) / TL_INT8_GROUP; }
+// Bytes of one row of a product's operand that outlives its batch.
+inline uint64_t operand_row_nbytes(int dtype, int n_in) {
+  if (dtype == TL_INT8) return (uint64_t)int8_groups(n_in) * (TL_INT8_GROUP + sizeof(float));
+  return (uint64_t)n_in * (dtype == TL_F32 ? 4 : 2);
+}
+
 // Queries that share a sequence and a KV head, against one chunk of 64 keys.
 struct AttendChunk {
   int kv_dtype;
   int head_dim;
   float scale;                             // 1 / sqrt(head_dim), applied to the dot product
-  const void *k_page[4];                   // (head_dim, 16) each; not read where no query sees the page
-  const void *v_page[4];                   // (16, head_dim_pad) each
+  const void *block[4];                    // the layer's and head's part of each page (kv_layout.h); not read where no query sees it
   int n_queries;                           // 1..kMaxQueries
-  const float *q[kMaxQueries];             // (head_dim_pad,), already rounded to the KV type
+  const float *q[kMaxQueries];             // (head_dim_pad,), from prepare_q
   int lo[kMaxQueries], hi[kMaxQueries];    // the query sees keys lo <= i < hi of the chunk
   float *state[kMaxQueries];               // out: m, l at [0], [1], o at [kStateHead]
-  const void *next_k[4], *next_v[4];       // pages that the thread reads next, brought near meanwhile; NULL for none
+  const void *next[4];                     // blocks that the thread reads next, brought near meanwhile; NULL for none
 };
 
 struct Kernels {
@@ -41,6 +47,8 @@ struct Kernels {
   int (*block_rows)(int dtype);
   uint64_t (*block_nbytes)(int dtype, int n_in, int n_rows);
   void (*write_block_row)(int dtype, int n_in, const float *x, void *block, int n_rows, int row);
+  void (*store_operand)(int dtype, int n_in, const float *x, void *out);
+  void (*load_operand)(int dtype, int n_in, const void *stored, float *work, void *block, int n_rows, int row);
   void (*matmul)(const tl_matrix *w, int panel, int n_panels, const void *block, int n_rows, float *out, int out_stride);
 
   // Rows (rows.cpp)
@@ -52,10 +60,11 @@ struct Kernels {
   void (*scale_softcap)(int n, float scale, float cap, float *x);
   void (*noise)(int n, uint64_t seed, int position, float std, float *x);
 
-  // Keys and values (attention.cpp)
-  int (*store_k)(int kv_dtype, int head_dim, const float *k, void *page, int slot);  // returns how many values were clamped
-  int (*store_v)(int kv_dtype, int head_dim, const float *v, void *page, int slot);
-  void (*round_q)(int kv_dtype, int n, float *q);
+  // Keys and values (attention.cpp, kv_codes.cpp)
+  int (*store_k)(int kv_dtype, int head_dim, const float *k, void *block, int slot);  // returns how many values were clamped
+  int (*store_v)(int kv_dtype, int head_dim, const float *v, void *block, int slot);
+  void (*prepare_q)(int kv_dtype, int head_dim, float *q);  // rounds it to the KV type, or makes it the operand of codes
+  void (*rotate)(int n, int block, float *x);
   void (*attend_chunk)(const AttendChunk *c);
   void (*merge_state)(int head_dim_pad, const float *later, float *state);  // state (earlier keys) absorbs later
   void (*finish_state)(int head_dim, const float *state, float *o);

@@ -67,9 +67,9 @@ extern const Kernels kKernels;
 const Kernels kKernels = {
     TL_ISA,
     TL_ISA == 3 ? "avx512" : TL_ISA == 2 ? "avx2" : "generic",
-    matrix_nbytes, pack_rows, gather_row, block_rows, block_nbytes, write_block_row, matmul,
+    matrix_nbytes, pack_rows, gather_row, block_rows, block_nbytes, write_block_row, store_operand, load_operand, matmul,
     rms_norm, add_rows, activation, activate_panels, rope, scale_softcap, noise,
-    store_k, store_v, round_q, attend_chunk, merge_state, finish_state,
+    store_k, store_v, prepare_q, rotate, attend_chunk, merge_state, finish_state,
     argmax, block_maxima, collect_ge, exp_scaled, sum, gumbel_row,
     read, enter_float_mode, leave_float_mode,
 };

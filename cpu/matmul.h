@@ -62,10 +62,6 @@ struct DotBf16 : DotF32 {
 // ---- int8
 
 #if TL_ISA == 3
-struct vi {
-  __m512i v;
-};
-TL_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
 struct Int8Dot {
   using W = vi;
   static constexpr int kColumns = 4, kGroupSteps = TL_INT8_GROUP / 4;
@@ -75,10 +71,6 @@ struct Int8Dot {
   TL_INLINE vi step(W w, vi a, vi acc) { return {_mm512_dpbusd_epi32(acc.v, w.v, a.v)}; }
 };
 #elif TL_ISA == 2
-struct vi {
-  __m256i a, b;
-};
-TL_INLINE vf to_float(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 struct Int8Dot {
   using W = vi;  // (16, 2) int16
   static constexpr int kColumns = 2, kGroupSteps = TL_INT8_GROUP / 2;
@@ -93,14 +85,6 @@ struct Int8Dot {
   }
 };
 #else
-struct vi {
-  int32_t v[16];
-};
-TL_INLINE vf to_float(vi a) {
-  vf r;
-  for (int i = 0; i < 16; i++) r.v[i] = (float)a.v[i];
-  return r;
-}
 struct Int8Dot {
   struct W {
     int16_t v[32];
@@ -161,6 +145,8 @@ void gather_row(const tl_matrix *w, int row, float scale, float *out);
 int block_rows(int dtype);
 uint64_t block_nbytes(int dtype, int n_in, int n_rows);
 void write_block_row(int dtype, int n_in, const float *x, void *block, int n_rows, int row);
+void store_operand(int dtype, int n_in, const float *x, void *out);
+void load_operand(int dtype, int n_in, const void *stored, float *work, void *block, int n_rows, int row);
 
 }  // namespace TL_ISA_NS
 }  // namespace tl

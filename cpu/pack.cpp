@@ -89,25 +89,30 @@ static float quantise_group(const float *x, int n, int8_t *q) {
   return m * (1.0f / 127.0f);
 }
 
+static void place_group(const Int8Block &b, int g, const int8_t *q, float scale, int n_rows, int row) {
+  int sum = 0;
+  for (int i = 0; i < TL_INT8_GROUP; i++) sum += q[i];
+  b.scale[g * n_rows + row] = scale;
+  b.correction[g * n_rows + row] = TL_ISA == 3 ? -128 * sum : 0;
+  uint32_t *words = b.quads + (uint64_t)g * Int8Dot::kGroupSteps * n_rows + row;
+  for (int s = 0; s < Int8Dot::kGroupSteps; s++) {
+    const int8_t *p = q + s * Int8Dot::kColumns;
+    uint32_t word;
+    if (Int8Dot::kColumns == 4)
+      __builtin_memcpy(&word, p, 4);
+    else
+      word = (uint32_t)(uint16_t)(int16_t)p[0] | (uint32_t)(uint16_t)(int16_t)p[1] << 16;
+    words[(uint64_t)s * n_rows] = word;
+  }
+}
+
 static void write_int8_row(int n_in, const float *x, void *block, int n_rows, int row) {
-  const int n_groups = round_up(n_in, TL_INT8_GROUP) / TL_INT8_GROUP;
+  const int n_groups = int8_groups(n_in);
   const Int8Block b = int8_block(block, n_groups, n_rows);
   for (int g = 0; g < n_groups; g++) {
     int8_t q[TL_INT8_GROUP];
-    b.scale[g * n_rows + row] = quantise_group(x + g * TL_INT8_GROUP, n_in - g * TL_INT8_GROUP, q);
-    int sum = 0;
-    for (int i = 0; i < TL_INT8_GROUP; i++) sum += q[i];
-    b.correction[g * n_rows + row] = TL_ISA == 3 ? -128 * sum : 0;
-    uint32_t *words = b.quads + (uint64_t)g * Int8Dot::kGroupSteps * n_rows + row;
-    for (int s = 0; s < Int8Dot::kGroupSteps; s++) {
-      const int8_t *p = q + s * Int8Dot::kColumns;
-      uint32_t word;
-      if (Int8Dot::kColumns == 4)
-        __builtin_memcpy(&word, p, 4);
-      else
-        word = (uint32_t)(uint16_t)(int16_t)p[0] | (uint32_t)(uint16_t)(int16_t)p[1] << 16;
-      words[(uint64_t)s * n_rows] = word;
-    }
+    const float scale = quantise_group(x + g * TL_INT8_GROUP, n_in - g * TL_INT8_GROUP, q);
+    place_group(b, g, q, scale, n_rows, row);
   }
 }
 
@@ -143,6 +148,46 @@ void write_block_row(int dtype, int n_in, const float *x, void *block, int n_row
     write_int8_row(n_in, x, block, n_rows, row);
   else
     write_float_row(dtype, n_in, x, (uint32_t *)block + row, n_rows);
+}
+
+// ---- operands that outlive their batch, one row at operand_row_nbytes: float types as they are, int8 as codes, then scales
+
+void store_operand(int dtype, int n_in, const float *x, void *out) {
+  if (dtype == TL_INT8) {
+    const int n_groups = int8_groups(n_in);
+    int8_t *q = (int8_t *)out;
+    float *scale = (float *)(q + n_groups * TL_INT8_GROUP);
+    for (int g = 0; g < n_groups; g++) scale[g] = quantise_group(x + g * TL_INT8_GROUP, n_in - g * TL_INT8_GROUP, q + g * TL_INT8_GROUP);
+    return;
+  }
+  if (dtype == TL_F32) return (void)__builtin_memcpy(out, x, n_in * sizeof(float));
+  for (int i = 0; i < n_in; i += kLanes) {
+    const int n = n_in - i < kLanes ? n_in - i : kLanes;
+    const vf v = load_part(x + i, n);
+    uint16_t half[kLanes];
+    dtype == TL_BF16 ? store_bf16(half, v) : store_f16(half, clamp_f16(v));
+    __builtin_memcpy((uint16_t *)out + i, half, n * sizeof(uint16_t));
+  }
+}
+
+// The row of a block that write_block_row made of what was stored; work: (n_in,) floats.
+void load_operand(int dtype, int n_in, const void *stored, float *work, void *block, int n_rows, int row) {
+  if (dtype == TL_INT8) {
+    const int n_groups = int8_groups(n_in);
+    const int8_t *q = (const int8_t *)stored;
+    const float *scale = (const float *)(q + n_groups * TL_INT8_GROUP);
+    const Int8Block b = int8_block(block, n_groups, n_rows);
+    for (int g = 0; g < n_groups; g++) place_group(b, g, q + g * TL_INT8_GROUP, scale[g], n_rows, row);
+    return;
+  }
+  if (dtype == TL_F32) return write_block_row(dtype, n_in, (const float *)stored, block, n_rows, row);
+  for (int i = 0; i < n_in; i += kLanes) {
+    const int n = n_in - i < kLanes ? n_in - i : kLanes;
+    uint16_t half[kLanes] = {};
+    __builtin_memcpy(half, (const uint16_t *)stored + i, n * sizeof(uint16_t));
+    store_part(work + i, dtype == TL_BF16 ? load_bf16(half) : load_f16(half), n);
+  }
+  write_block_row(dtype, n_in, work, block, n_rows, row);
 }
 
 }  // namespace TL_ISA_NS

@@ -10,30 +10,26 @@
 
 namespace tl {
 
-uint64_t page_nbytes(const tl_plan_desc &d, int part) {
-  const uint64_t element = d.kv_dtype == TL_F32 ? 4 : 2;
-  const uint64_t k = (uint64_t)d.head_dim * TL_PAGE_POSITIONS, v = (uint64_t)pad16(d.head_dim) * TL_PAGE_POSITIONS;
-  return (uint64_t)d.n_layers[part] * d.n_kv_heads * (k + v) * element;
-}
-
-void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page) {
-  const tl_plan_desc &d = plan.desc;
-  const int hd = d.head_dim, pad = plan.head_pad;
-  const uint64_t size = plan.kv_nbytes, row = hd * size;
-  uint8_t *at = (uint8_t *)d.kv_base[part] + page * plan.page_nbytes[part], *k_out = (uint8_t *)keys, *v_out = (uint8_t *)values;
-  const auto move = [to_page](uint8_t *in_page, uint8_t *outside, uint64_t nbytes) {
-    memcpy(to_page ? in_page : outside, to_page ? outside : in_page, nbytes);
-  };
-  for (int layer = 0; layer < d.n_layers[part]; layer++) {
-    for (int head = 0; head < d.n_kv_heads; head++, at += hd * TL_PAGE_POSITIONS * size, k_out += TL_PAGE_POSITIONS * row)
-      for (int i = 0; i < hd * TL_PAGE_POSITIONS; i++) move(at + i * size, k_out + (i % TL_PAGE_POSITIONS * hd + i / TL_PAGE_POSITIONS) * size, size);
-    for (int i = 0; i < d.n_kv_heads * TL_PAGE_POSITIONS; i++, at += pad * size, v_out += row) move(at, v_out, row);
-  }
-}
+uint64_t page_nbytes(const tl_plan_desc &d, int part) { return (uint64_t)d.n_layers[part] * d.n_kv_heads * kv_layout(d.kv_dtype, d.head_dim).nbytes; }
 
 namespace {
-
 uint64_t align64(uint64_t n) { return (n + 63) / 64 * 64; }
+}  // namespace
+
+uint64_t operand_nbytes(const tl_plan_desc &d, int part, std::vector<uint64_t> *offsets) {
+  uint64_t at = 0;
+  for (int i = 0; i < d.n_phases; i++) {
+    const tl_phase &p = d.phases[i];
+    if (p.kind != TL_PHASE_QKV || p.part != part) continue;
+    if (offsets) (*offsets)[i] = at;
+    at += TL_PAGE_POSITIONS * operand_row_nbytes(p.weight.dtype, p.weight.n_in);
+  }
+  return at;
+}
+
+uint64_t operand_page_nbytes(const tl_plan_desc &d, int part) { return align64(operand_nbytes(d, part)); }
+
+namespace {
 
 // Operand bytes of n rows: full blocks, and the remainder as a block of its own.
 uint64_t operand_nbytes(const Kernels &k, const tl_matrix &w, int n_rows) {
@@ -64,6 +60,8 @@ void lay_out_thread(tl_plan &p, const Widest &w) {
   const int tile = std::max(kUnitRows * std::max(kUnitPanels, head_panels), kPrivateRows * std::max(kPrivatePanels, head_panels));
   uint64_t at = 0;
   const auto take = [&at](uint64_t nbytes) { return std::exchange(at, at + align64(nbytes)); };
+  s.t_x = take((uint64_t)kPrivateRows * p.dim_pad * 4);
+  s.t_e = take((uint64_t)kPrivateRows * p.dim_pad * 4);
   s.t_operand = take(w.thread_operand);
   s.t_tile = take((uint64_t)tile * kPanelRows * 4);
   s.t_row = take(2 * (uint64_t)pad16(std::max({w.n_in, p.dim_pad, p.q_dim})) * 4);
@@ -83,6 +81,7 @@ void lay_out(tl_plan &p) {
   s.x = take(rows * p.dim_pad * 4);
   s.e = take(rows * p.dim_pad * 4);
   s.y = take(rows * p.dim_pad * 4);
+  s.z = take((uint64_t)kPrivateRows * p.dim_pad * 4);
   s.q = take(rows * d.n_heads * p.head_pad * 4);
   s.qkv = take(d.qk_norm == TL_QK_NORM_FULL ? rows * (d.n_heads + 2 * d.n_kv_heads) * p.head_pad * 4 : 0);
   s.attn = take(rows * pad16(p.q_dim) * 4);
@@ -98,13 +97,19 @@ void lay_out(tl_plan &p) {
 }  // namespace tl
 
 tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d) : context(c), k(c.kernels), desc(d), phases(d.phases, d.phases + d.n_phases) {
+  operand_offset.resize(d.n_phases);
+  for (int part = 0; part < 3; part++) {
+    operand_nbytes[part] = tl::operand_nbytes(d, part, &operand_offset);
+    operand_page_nbytes[part] = tl::operand_page_nbytes(d, part);
+  }
   desc.phases = nullptr;
   dim_pad = tl::pad16(d.dim);
   head_pad = tl::pad16(d.head_dim);
   ffn_pad = tl::pad16(d.ffn_dim);
   q_dim = d.n_heads * d.head_dim;
   group = d.n_heads / d.n_kv_heads;
-  kv_nbytes = d.kv_dtype == TL_F32 ? 4 : 2;
+  kv = tl::kv_layout(d.kv_dtype, d.head_dim);
+  rotation = tl::rotation_block(d.kv_dtype, d.head_dim);
   for (int part = 0; part < 3; part++) page_nbytes[part] = tl::page_nbytes(d, part);
   uint64_t weight_nbytes = 0;
   for (const tl_phase &p : phases)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "kv_layout.h"
 #include "thread_pool.h"
 
 struct tl_context {
@@ -15,7 +16,7 @@ struct tl_context {
 
 namespace tl {
 
-constexpr int kPrivateRows = 3;   // up to here every thread lays out the operand itself instead of meeting at a barrier
+constexpr int kPrivateRows = 3;   // up to here every thread has x to itself and lays out operands for itself: fewer barriers
 constexpr int kPrivatePanels = 64;  // matrix panels of one unit then, at most
 constexpr int kBusyPanels = 8;      // fewer would leave a kernel waiting
 constexpr int kMaxUnits = 3;        // units that each thread has then, so that one can help the other
@@ -29,9 +30,9 @@ constexpr int kBlockQueries = 24; // queries of one attention unit otherwise
 
 // Byte offsets into the scratch memory. Row buffers are (max_rows, width) float32.
 struct Scratch {
-  uint64_t x, e, y, q, qkv, attn, hidden, operand, logits, partials;
+  uint64_t x, e, y, z, q, qkv, attn, hidden, operand, logits, partials;
   uint64_t thread, thread_nbytes;                               // per thread:
-  uint64_t t_operand, t_tile, t_row, t_states, t_sample;        // offsets inside a thread's part
+  uint64_t t_x, t_e, t_operand, t_tile, t_row, t_states, t_sample;  // offsets inside a thread's part
   uint64_t nbytes;
 };
 
@@ -50,8 +51,11 @@ struct tl_plan {
 
   bool from_memory;                  // the weights do not stay in the caches from token to token
   int dim_pad, head_pad, ffn_pad, q_dim, group;
-  uint64_t kv_nbytes;                // bytes of one K or V value
+  tl::KvLayout kv;                   // of one layer and KV head in a page
+  int rotation;                      // block of the turn that quantised K and V lie in, 1 = none
   uint64_t page_nbytes[3];
+  uint64_t operand_page_nbytes[3], operand_nbytes[3];  // in whole lines, and without the rest of the last
+  std::vector<uint64_t> operand_offset;  // by phase: where a QKV phase's rows begin in an operand page
 
   float *buffer(uint64_t offset) const { return (float *)(memory + offset); }
   uint8_t *thread_memory(int thread) const { return memory + scratch.thread + thread * scratch.thread_nbytes; }
@@ -61,8 +65,11 @@ struct tl_plan {
 namespace tl {
 
 uint64_t page_nbytes(const tl_plan_desc &d, int part);
+// A page of operands is, per layer, 16 rows of the QKV product's operand. Fills in the offsets of the part's phases where asked.
+uint64_t operand_nbytes(const tl_plan_desc &d, int part, std::vector<uint64_t> *offsets = nullptr);
+uint64_t operand_page_nbytes(const tl_plan_desc &d, int part);
 
-// Between a page and the canonical layout (keys and values (n_layers, n_kv_heads, 16, head_dim)); to_page says which way.
+// Between a page and the canonical layout (keys and values (n_layers, n_kv_heads, 16) rows); to_page says which way.
 void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page);
 
 // Runs a batch that plan_check.h has accepted.

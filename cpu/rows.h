@@ -15,10 +15,16 @@ void scale_softcap(int n, float scale, float cap, float *x);
 void noise(int n, uint64_t seed, int position, float std, float *x);
 uint64_t read(const void *data, uint64_t nbytes);
 
-int store_k(int kv_dtype, int head_dim, const float *k, void *page, int slot);
-int store_v(int kv_dtype, int head_dim, const float *v, void *page, int slot);
-void round_q(int kv_dtype, int n, float *q);
+int store_k(int kv_dtype, int head_dim, const float *k, void *block, int slot);
+int store_v(int kv_dtype, int head_dim, const float *v, void *block, int slot);
+void prepare_q(int kv_dtype, int head_dim, float *q);
 void attend_chunk(const AttendChunk *c);
+// The same of quantised types.
+void store_k_codes(int kv_dtype, int head_dim, const float *k, uint8_t *block, int slot);
+void store_v_codes(int kv_dtype, int head_dim, const float *v, uint8_t *block, int slot);
+void operand_q(int head_dim, float *q);
+void attend_codes(const AttendChunk *c);
+void rotate(int n, int block, float *x);
 void merge_state(int head_dim_pad, const float *later, float *state);
 void finish_state(int head_dim, const float *state, float *o);
 

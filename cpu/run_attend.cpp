@@ -24,13 +24,11 @@ struct Keys {
 Keys keys_of(int pos, int window) { return {window && pos >= window ? pos - window + 1 : 0, pos}; }
 
 // Keys and values of one chunk for a layer and KV head, page by page; pages outside [first, last] stay NULL and are never read.
-void set_pages(const Worker &w, const Step &s, int seq, int kv_head, int chunk, const Keys &keys, const void **k, const void **v) {
+void set_pages(const Worker &w, const Step &s, int seq, int kv_head, int chunk, const Keys &keys, const void **block) {
   for (int i = 0; i < 4; i++) {
     const int pos = chunk * TL_KEY_CHUNK + i * TL_PAGE_POSITIONS;
     const bool seen = pos + TL_PAGE_POSITIONS > keys.first && pos <= keys.last;
-    uint8_t *page = seen ? page_at(w, seq, s.stage, s.phase->part, pos) : nullptr;
-    k[i] = seen ? k_of(w, page, s.phase->layer, kv_head) : nullptr;
-    v[i] = seen ? v_of(w, page, s.phase->layer, kv_head) : nullptr;
+    block[i] = seen ? block_of(w, page_at(w, seq, s.stage, s.phase->part, pos), s.phase->layer, kv_head) : nullptr;
   }
 }
 
@@ -66,6 +64,13 @@ struct Accumulator {
   }
 };
 
+// The merged state of a head becomes its part of the attention output.
+void finish_head(Worker &w, const float *state, int head, float *out) {
+  const int n = w.plan.desc.head_dim;
+  w.k.finish_state(n, state, out + (int64_t)head * n);
+  if (w.plan.rotation > 1) w.k.rotate(n, w.plan.rotation, out + (int64_t)head * n);
+}
+
 // ---- many rows: a block of consecutive rows and the heads of one KV head
 
 struct BlockQuery {
@@ -84,7 +89,7 @@ void attend_tile(Worker &w, int chunk, BlockQuery *q, int n, float *states, Atte
   }
   c.n_queries = n;
   w.k.attend_chunk(&c);
-  c.next_k[0] = nullptr;  // brought near once
+  c.next[0] = nullptr;  // brought near once
   for (int i = 0; i < n; i++)
     if (c.lo[i] < c.hi[i]) q[i].acc.add(w, c.state[i]);
 }
@@ -98,8 +103,8 @@ void attend_queries(Worker &w, const Step &s, int seq, int kv_head, BlockQuery *
     const int base = chunk * TL_KEY_CHUNK;
     if (chunk % TL_CHUNK_GROUP == 0)
       for (int i = 0; i < n; i++) q[i].acc.close_group(w);
-    set_pages(w, s, seq, kv_head, chunk, keys, c.k_page, c.v_page);
-    set_pages(w, s, seq, kv_head, chunk + 1, keys, c.next_k, c.next_v);
+    set_pages(w, s, seq, kv_head, chunk, keys, c.block);
+    set_pages(w, s, seq, kv_head, chunk + 1, keys, c.next);
     for (int i = 0; i < n; i += kMaxQueries) {
       const int last = std::min(i + kMaxQueries, n);
       if (q[last - 1].keys.last >= base && q[i].keys.first < base + TL_KEY_CHUNK) attend_tile(w, chunk, q + i, last - i, states, c);
@@ -120,7 +125,7 @@ void attend_block(Worker &w, const Step &s, const RowBlock &b, int kv_head, int 
     attend_queries(w, s, w.batch.seq[b.begin], kv_head, q, count, memory + 2 * kBlockQueries * size);
     for (int i = 0; i < count; i++) {
       q[i].acc.close_group(w);
-      w.k.finish_state(w.plan.desc.head_dim, q[i].acc.total, w.attn(q[i].row) + (int64_t)q[i].head * w.plan.desc.head_dim);
+      finish_head(w, q[i].acc.total, q[i].head, w.attn(q[i].row));
     }
   }
 }
@@ -137,9 +142,9 @@ void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int c
   const int group = w.plan.group, base = chunk * TL_KEY_CHUNK, seq = w.batch.seq[row];
   AttendChunk c = chunk_of(w);
   for (int kv_head = begin; kv_head < end; kv_head++) {
-    set_pages(w, s, seq, kv_head, chunk, keys, c.k_page, c.v_page);
+    set_pages(w, s, seq, kv_head, chunk, keys, c.block);
     const bool more = kv_head + 1 < end;
-    set_pages(w, s, seq, more ? kv_head + 1 : begin, more ? chunk : chunk + 1, keys, c.next_k, c.next_v);
+    set_pages(w, s, seq, more ? kv_head + 1 : begin, more ? chunk : chunk + 1, keys, c.next);
     for (int first = 0; first < group; first += kMaxQueries) {
       c.n_queries = std::min(kMaxQueries, group - first);
       for (int i = 0; i < c.n_queries; i++) {
@@ -150,7 +155,7 @@ void attend_row_chunk(Worker &w, const Step &s, int row, const Keys &keys, int c
         c.state[i] = partial(w, row, head, chunk);
       }
       w.k.attend_chunk(&c);
-      c.next_k[0] = nullptr;
+      c.next[0] = nullptr;
     }
   }
 }
@@ -173,7 +178,7 @@ void merge_head(Worker &w, int row, int head, const ChunkRange &chunks, float *o
     acc.add(w, partial(w, row, head, chunk));
   }
   acc.close_group(w);
-  w.k.finish_state(w.plan.desc.head_dim, acc.total, out + (int64_t)head * w.plan.desc.head_dim);
+  finish_head(w, acc.total, head, out);
 }
 
 void attend_split(Worker &w, const Step &s, int window) {
@@ -201,7 +206,7 @@ void attend_split(Worker &w, const Step &s, int window) {
 }  // namespace
 
 bool merges_late(const Worker &w, const Step &attend) {
-  if (w.batch.n_rows > kSplitRows) return false;
+  if (w.batch.n_rows > kSplitRows || w.owns_heads) return false;
   const int window = merged_window(w, *attend.phase);
   for (int row = 0; row < w.batch.n_rows; row++)
     if (chunks_of(w, row, window).n() > kFewChunks) return false;
@@ -211,6 +216,15 @@ bool merges_late(const Worker &w, const Step &attend) {
 void merge_row(Worker &w, const Step &attend, int row, float *out) {
   const ChunkRange chunks = chunks_of(w, row, merged_window(w, *attend.phase));
   for (int head = 0; head < w.plan.desc.n_heads; head++) merge_head(w, row, head, chunks, out);
+}
+
+void attend_heads(Worker &w, const Step &s, int begin, int end) {
+  const int window = merged_window(w, *s.phase), group = w.plan.group;
+  for (int row = 0; row < w.batch.n_rows; row++) {
+    const ChunkRange chunks = chunks_of(w, row, window);
+    for (int chunk = chunks.begin; chunk < chunks.end; chunk++) attend_row_chunk(w, s, row, keys_of(w.batch.pos[row], window), chunk, begin, end);
+    for (int head = begin * group; head < end * group; head++) merge_head(w, row, head, chunks, w.attn(row));
+  }
 }
 
 void run_attend(Worker &w, const Step &s) {

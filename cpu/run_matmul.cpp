@@ -17,6 +17,8 @@ struct Source {
   const int32_t *rows = nullptr;   // row i is rows[i] of base
   const float *second = nullptr;   // appended to each row, same stride: [base; second]
   const Step *attend = nullptr;    // rows are attention outputs still to be merged
+  const Step *kept = nullptr;      // the rows' operands go to their pages, or in a rebuild come from there
+  int first_panel = 0;             // outputs before it are not wanted
 };
 
 // Outputs of some rows and panels: row r of the tile is at out + r * stride.
@@ -29,7 +31,19 @@ struct Tile {
   int first_output() const { return panel * kPanelRows; }
 };
 
-void write_operand_row(Worker &w, const tl_matrix &m, const Source &s, int row, void *block, int block_rows, int at) {
+// Where the operand of a QKV step's row lies beyond the batch.
+uint8_t *operand_at(const Worker &w, const Step &s, int row) {
+  const int part = s.phase->part, pos = w.batch.pos[row];
+  const int64_t page = w.batch.operand_table[w.batch.seq[row]][(int64_t)s.stage * w.plan.desc.table_stride + pos / TL_PAGE_POSITIONS];
+  const uint64_t slot = pos % TL_PAGE_POSITIONS * operand_row_nbytes(s.phase->weight.dtype, s.phase->weight.n_in);
+  return (uint8_t *)w.plan.desc.operand_base[part] + page * w.plan.operand_page_nbytes[part] + w.plan.operand_offset[s.phase - w.plan.phases.data()] +
+         slot;
+}
+
+bool is_rebuild(const Worker &w) { return w.batch.sections & TL_RUN_REBUILD; }
+
+void write_operand_row(Worker &w, const tl_matrix &m, const Source &s, int row, void *block, int block_rows, int at, bool keep) {
+  if (s.kept && is_rebuild(w)) return w.k.load_operand(m.dtype, m.n_in, operand_at(w, *s.kept, row), w.row_buffer(0), block, block_rows, at);
   const float *x = s.base + (s.rows ? s.rows[row] : row) * s.stride;
   if (s.norm) {
     w.k.rms_norm(m.n_in, w.plan.desc.norm_eps, x, s.norm, w.row_buffer(0));
@@ -43,6 +57,7 @@ void write_operand_row(Worker &w, const tl_matrix &m, const Source &s, int row, 
     x = w.row_buffer(0);
   }
   w.k.write_block_row(m.dtype, m.n_in, x, block, block_rows, at);
+  if (s.kept && keep) w.k.store_operand(m.dtype, m.n_in, x, operand_at(w, *s.kept, row));
 }
 
 // Panels of one unit: several units a thread where there are enough panels to keep a kernel busy, in groups of `align`.
@@ -56,12 +71,12 @@ int panels_of_unit(const Worker &w, int n_panels, int align) {
 template <class Use>
 void multiply_private(Worker &w, const tl_matrix &m, const Source &s, int n_rows, int align, Use use) {
   void *block = w.memory + w.plan.scratch.t_operand;
-  for (int r = 0; r < n_rows; r++) write_operand_row(w, m, s, r, block, n_rows, r);
-  const int n_panels = m.n_out / kPanelRows, panels = panels_of_unit(w, n_panels, align);
+  for (int r = 0; r < n_rows; r++) write_operand_row(w, m, s, r, block, n_rows, r, w.thread == 0);
+  const int last_panel = m.n_out / kPanelRows, n_panels = last_panel - s.first_panel, panels = panels_of_unit(w, n_panels, align);
   float *out = (float *)(w.memory + w.plan.scratch.t_tile);
   w.share((n_panels + panels - 1) / panels,
           [&](int unit) {
-            const int panel = unit * panels, n = std::min(panels, n_panels - panel);
+            const int panel = s.first_panel + unit * panels, n = std::min(panels, last_panel - panel);
             w.k.matmul(&m, panel, n, block, n_rows, out, n * kPanelRows);
             use(Tile{0, n_rows, panel, n, out, n * kPanelRows});
           },
@@ -78,16 +93,17 @@ void multiply_shared(Worker &w, const tl_matrix &m, const Source &s, int n_rows,
   const auto rows_of = [&](int block) { return std::min(block_rows, n_rows - block * block_rows); };
   w.share(n_rows, [&](int row) {
     const int block = row / block_rows;
-    write_operand_row(w, m, s, row, operand + block * block_nbytes, rows_of(block), row % block_rows);
+    write_operand_row(w, m, s, row, operand + block * block_nbytes, rows_of(block), row % block_rows, true);
   });
-  const int panels = std::max(align, kUnitPanels / align * align), n_panel_units = (m.n_out / kPanelRows + panels - 1) / panels;
+  const int last_panel = m.n_out / kPanelRows, panels = std::max(align, kUnitPanels / align * align);
+  const int n_panel_units = (last_panel - s.first_panel + panels - 1) / panels;
   const int blocks = std::max(1, kUnitRows / block_rows), n_row_units = (n_blocks + blocks - 1) / blocks;
   w.share(
       n_panel_units * n_row_units,
       [&](int unit) {
-        const int panel = unit / n_row_units * panels, first = unit % n_row_units * blocks, last = std::min(first + blocks, n_blocks);
+        const int panel = s.first_panel + unit / n_row_units * panels, first = unit % n_row_units * blocks, last = std::min(first + blocks, n_blocks);
         float *out = (float *)(w.memory + w.plan.scratch.t_tile);
-        Tile t{first * block_rows, 0, panel, std::min(panels, m.n_out / kPanelRows - panel), out, panels * kPanelRows};
+        Tile t{first * block_rows, 0, panel, std::min(panels, last_panel - panel), out, panels * kPanelRows};
         for (int b = first; b < last; b++) {
           w.k.matmul(&m, panel, t.n_panels, operand + b * block_nbytes, rows_of(b), t.row_out(t.n_rows), t.stride);
           t.n_rows += rows_of(b);
@@ -111,6 +127,15 @@ void add_bias(Worker &w, const Tile &t, const float *bias) {
   for (int r = 0; r < t.n_rows; r++) w.k.add(t.n_outputs(), t.row_out(r), bias + t.first_output(), t.row_out(r));
 }
 
+// W a + bias goes to rows that are dim_pad apart.
+void multiply_to(Worker &w, const tl_phase &p, const Source &source, float *to) {
+  multiply(w, p.weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
+    add_bias(w, t, p.bias);
+    for (int r = 0; r < t.n_rows; r++)
+      memcpy(to + (int64_t)(t.row + r) * w.plan.dim_pad + t.first_output(), t.row_out(r), t.n_outputs() * sizeof(float));
+  });
+}
+
 // ---- q, k, v
 
 // One head of one row, after the product: norm, rope, rounding, and to where attention reads it.
@@ -121,18 +146,18 @@ void place_head(Worker &w, const Step &s, int row, int head, float *v) {
     const int64_t at = (int64_t)pos * (d.rotary_dim / 2);
     w.k.rope(d.head_dim, d.rotary_dim, d.rope_interleaved, d.rope_cos + at, d.rope_sin + at, v);
   }
+  if (w.plan.rotation > 1) w.k.rotate(d.head_dim, w.plan.rotation, v);
   if (head < d.n_heads) {
     float *q = w.q(row) + (int64_t)head * w.plan.head_pad;
     memcpy(q, v, w.plan.head_pad * sizeof(float));
-    w.k.round_q(d.kv_dtype, w.plan.head_pad, q);
+    w.k.prepare_q(d.kv_dtype, d.head_dim, q);
     return;
   }
   uint8_t *page = page_at(w, w.batch.seq[row], s.stage, s.phase->part, pos);
   const int slot = pos % TL_PAGE_POSITIONS, layer = s.phase->layer;
-  if (head < n_qk)
-    w.n_clamped += w.k.store_k(d.kv_dtype, d.head_dim, v, k_of(w, page, layer, head - d.n_heads), slot);
-  else
-    w.n_clamped += w.k.store_v(d.kv_dtype, d.head_dim, v, v_of(w, page, layer, head - n_qk), slot);
+  const int n_clamped = head < n_qk ? w.k.store_k(d.kv_dtype, d.head_dim, v, block_of(w, page, layer, head - d.n_heads), slot)
+                                    : w.k.store_v(d.kv_dtype, d.head_dim, v, block_of(w, page, layer, head - n_qk), slot);
+  if (!is_rebuild(w)) w.n_clamped += n_clamped;  // counted when they first came up
 }
 
 // RMSNorm over all heads of q, or of k, of one row; heads are head_pad apart.
@@ -144,7 +169,30 @@ void norm_full(Worker &w, float *heads, int n_heads, const float *weight) {
   for (int h = 0; h < n_heads; h++) memcpy(heads + h * pad, flat + h * hd, hd * sizeof(float));
 }
 
-void run_qkv_full_norm(Worker &w, const Step &s, const Source &source) {
+Source qkv_source(const Worker &w, const Step &s) {
+  Source source{w.x(0), w.plan.dim_pad, s.phase->norm};
+  if (w.batch.operand_table) source.kept = &s;
+  return source;
+}
+
+// The heads of a tile, after the product.
+void place_heads(Worker &w, const Step &s, const Tile &t) {
+  const tl_plan_desc &d = w.plan.desc;
+  const tl_phase &p = *s.phase;
+  const int head_panels = w.plan.head_pad / kPanelRows;
+  add_bias(w, t, p.bias);
+  for (int i = 0; i < t.n_panels / head_panels; i++) {
+    const int head = t.panel / head_panels + i;
+    const float *norm = d.qk_norm == TL_QK_NORM_NONE || head >= d.n_heads + d.n_kv_heads ? nullptr : head < d.n_heads ? p.q_norm : p.k_norm;
+    for (int r = 0; r < t.n_rows; r++) {
+      float *v = t.row_out(r) + i * w.plan.head_pad;
+      if (norm) w.k.rms_norm(d.head_dim, d.norm_eps, v, norm, v);
+      place_head(w, s, t.row + r, head, v);
+    }
+  }
+}
+
+void run_qkv_full_norm(Worker &w, const Step &s, const Source &source, int first_head) {
   const tl_plan_desc &d = w.plan.desc;
   const int n_heads = d.n_heads + 2 * d.n_kv_heads, pad = w.plan.head_pad;
   float *qkv = w.plan.buffer(w.plan.scratch.qkv);
@@ -155,33 +203,67 @@ void run_qkv_full_norm(Worker &w, const Step &s, const Source &source) {
   });
   w.share(w.batch.n_rows, [&](int row) {
     float *heads = qkv + row * stride;
-    norm_full(w, heads, d.n_heads, s.phase->q_norm);
+    if (first_head == 0) norm_full(w, heads, d.n_heads, s.phase->q_norm);
     norm_full(w, heads + (int64_t)d.n_heads * pad, d.n_kv_heads, s.phase->k_norm);
-    for (int h = 0; h < n_heads; h++) place_head(w, s, row, h, heads + (int64_t)h * pad);
+    for (int h = first_head; h < n_heads; h++) place_head(w, s, row, h, heads + (int64_t)h * pad);
   });
 }
 
 }  // namespace
 
 void run_qkv(Worker &w, const Step &s) {
-  const tl_plan_desc &d = w.plan.desc;
-  const tl_phase &p = *s.phase;
-  const int head_panels = w.plan.head_pad / kPanelRows;
-  const Source source{w.x(0), w.plan.dim_pad, p.norm};
-  if (d.qk_norm == TL_QK_NORM_FULL) return run_qkv_full_norm(w, s, source);
-  multiply(w, p.weight, source, w.batch.n_rows, head_panels, [&](const Tile &t) {
-    add_bias(w, t, p.bias);
-    for (int i = 0; i < t.n_panels / head_panels; i++) {
-      const int head = t.panel / head_panels + i;
-      const float *norm = d.qk_norm == TL_QK_NORM_NONE || head >= d.n_heads + d.n_kv_heads ? nullptr : head < d.n_heads ? p.q_norm : p.k_norm;
-      for (int r = 0; r < t.n_rows; r++) {
-        float *v = t.row_out(r) + i * w.plan.head_pad;
-        if (norm) w.k.rms_norm(d.head_dim, d.norm_eps, v, norm, v);
-        place_head(w, s, t.row + r, head, v);
-      }
-    }
-  });
+  const int head_panels = w.plan.head_pad / kPanelRows, first_head = is_rebuild(w) ? w.plan.desc.n_heads : 0;  // q is not wanted then
+  Source source = qkv_source(w, s);
+  source.first_panel = first_head * head_panels;
+  if (w.plan.desc.qk_norm == TL_QK_NORM_FULL) return run_qkv_full_norm(w, s, source, first_head);
+  multiply(w, s.phase->weight, source, w.batch.n_rows, head_panels, [&](const Tile &t) { place_heads(w, s, t); });
 }
+
+void run_qkv_attend(Worker &w, const Step &qkv, const Step &attend) {
+  const tl_plan_desc &d = w.plan.desc;
+  const tl_matrix &m = qkv.phase->weight;
+  const int begin = w.pool.first_of(w.thread, d.n_kv_heads), end = w.pool.first_of(w.thread + 1, d.n_kv_heads), n_rows = w.batch.n_rows;
+  const Source source = qkv_source(w, qkv);
+  void *block = w.own(w.plan.scratch.t_operand);
+  for (int r = 0; r < n_rows; r++) write_operand_row(w, m, source, r, block, n_rows, r, w.thread == 0);
+  const int head_panels = w.plan.head_pad / kPanelRows, most = std::max(1, kPrivatePanels / head_panels);
+  const auto multiply_heads = [&](int first, int last) {
+    for (int head = first; head < last; head += most) {
+      const int n_panels = std::min(most, last - head) * head_panels;
+      const Tile t{0, n_rows, head * head_panels, n_panels, w.own(w.plan.scratch.t_tile), n_panels * kPanelRows};
+      w.k.matmul(&m, t.panel, t.n_panels, block, n_rows, t.out, t.stride);
+      place_heads(w, qkv, t);
+    }
+  };
+  multiply_heads(begin * w.plan.group, end * w.plan.group);
+  multiply_heads(d.n_heads + begin, d.n_heads + end);
+  multiply_heads(d.n_heads + d.n_kv_heads + begin, d.n_heads + d.n_kv_heads + end);
+  attend_heads(w, attend, begin, end);
+  w.pool.barrier(w.thread);
+}
+
+namespace {
+
+// OUT and DOWN of few rows: the product goes to y, and every thread adds it to its own x.
+void add_product(Worker &w, const tl_phase &p, const Source &source) {
+  const int n = w.plan.desc.dim;
+  const float eps = w.plan.desc.norm_eps;
+  multiply_to(w, p, source, w.y(0));
+  for (int row = 0; row < w.batch.n_rows; row++) {
+    float *sum = w.row_buffer(0);
+    if (p.block_norm == TL_NORM_PRE) {
+      w.k.add(n, w.x(row), w.y(row), w.x(row));
+    } else if (p.block_norm == TL_NORM_SUM_SANDWICH) {
+      w.k.add(n, w.x(row), w.y(row), sum);
+      w.k.rms_norm(n, eps, sum, p.post_norm, w.x(row));
+    } else {
+      w.k.rms_norm(n, eps, w.y(row), p.post_norm, sum);
+      w.k.add(n, w.x(row), sum, w.x(row));
+    }
+  }
+}
+
+}  // namespace
 
 void run_residual(Worker &w, const Step &s) {
   const tl_phase &p = *s.phase;
@@ -191,6 +273,7 @@ void run_residual(Worker &w, const Step &s) {
   Source source{out ? w.attn(0) : w.hidden(0), out ? pad16(w.plan.q_dim) : w.plan.ffn_pad};
   if (out && merges_late(w, attend)) source.attend = &attend;
   const bool onto_x = p.block_norm == TL_NORM_PRE, branch = p.block_norm == TL_NORM_SANDWICH || p.block_norm == TL_NORM_POST;
+  if (w.few) return add_product(w, p, source);
   multiply(w, p.weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
     add_bias(w, t, p.bias);
     for (int r = 0; r < t.n_rows; r++) {
@@ -222,10 +305,9 @@ void run_gate_up(Worker &w, const Step &s) {
 // x = W [x; e]: the product goes to y first, since every thread still reads x.
 void run_inject_matrix(Worker &w, const Step &s) {
   const Source source{w.x(0), w.plan.dim_pad, nullptr, nullptr, w.e(0)};
-  multiply(w, s.phase->weight, source, w.batch.n_rows, 1, [&](const Tile &t) {
-    for (int r = 0; r < t.n_rows; r++) memcpy(w.y(t.row + r) + t.first_output(), t.row_out(r), t.n_outputs() * sizeof(float));
-  });
-  w.share(w.batch.n_rows, [&](int row) { memcpy(w.x(row), w.y(row), w.plan.desc.dim * sizeof(float)); });
+  float *y = w.few ? w.plan.buffer(w.plan.scratch.z) : w.y(0);  // few: another thread may still read y
+  multiply_to(w, *s.phase, source, y);
+  w.each_row([&](int row) { memcpy(w.x(row), y + (int64_t)row * w.plan.dim_pad, w.plan.desc.dim * sizeof(float)); });
 }
 
 void run_head(Worker &w, const Step &s) {

@@ -96,6 +96,24 @@ TL_INLINE vf load_i8(const int8_t *p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
 }
 
+// Sixteen integers.
+struct vi {
+  __m256i a, b;
+};
+TL_INLINE vi set1_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+TL_INLINE void store(int32_t *p, vi x) {
+  _mm256_storeu_si256((__m256i *)p, x.a);
+  _mm256_storeu_si256((__m256i *)(p + 8), x.b);
+}
+TL_INLINE vi add(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+TL_INLINE vf to_float(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+TL_INLINE vi nearest(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+TL_INLINE int32_t hsum(vi x) {
+  alignas(32) int32_t t[8];
+  _mm256_store_si256((__m256i *)t, _mm256_add_epi32(x.a, x.b));
+  return t[0] + t[1] + t[2] + t[3] + t[4] + t[5] + t[6] + t[7];
+}
+
 // Flush-to-zero and denormals-are-zero for a region.
 TL_INLINE uint32_t enter_float_mode() {
   const uint32_t old = _mm_getcsr();

@@ -55,6 +55,17 @@ TL_INLINE void store_f16(uint16_t *p, vf a) {
 TL_INLINE void store_i8(int8_t *p, vf a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v))); }
 TL_INLINE vf load_i8(const int8_t *p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))}; }
 
+// Sixteen integers.
+struct vi {
+  __m512i v;
+};
+TL_INLINE vi set1_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+TL_INLINE void store(int32_t *p, vi a) { _mm512_storeu_si512(p, a.v); }
+TL_INLINE vi add(vi a, vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
+TL_INLINE vf to_float(vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
+TL_INLINE vi nearest(vf a) { return {_mm512_cvtps_epi32(a.v)}; }
+TL_INLINE int32_t hsum(vi a) { return _mm512_reduce_add_epi32(a.v); }
+
 // Flush-to-zero and denormals-are-zero for a region.
 TL_INLINE uint32_t enter_float_mode() {
   const uint32_t old = _mm_getcsr();

@@ -100,6 +100,32 @@ TL_INLINE vf load_i8(const int8_t *p) { TL_LANES((float)p[i]); }
 
 #undef TL_LANES
 
+// Sixteen integers.
+struct vi {
+  int32_t v[16];
+};
+#define TL_LANES(expr)                        \
+  vi r;                                       \
+  for (int i = 0; i < 16; i++) r.v[i] = expr; \
+  return r
+TL_INLINE vi set1_int(int32_t x) { TL_LANES(x); }
+TL_INLINE void store(int32_t *p, vi a) {
+  for (int i = 0; i < 16; i++) p[i] = a.v[i];
+}
+TL_INLINE vi add(vi a, vi b) { TL_LANES(a.v[i] + b.v[i]); }
+TL_INLINE vi nearest(vf a) { TL_LANES((int32_t)round_even(a.v[i])); }
+#undef TL_LANES
+TL_INLINE vf to_float(vi a) {
+  vf r;
+  for (int i = 0; i < 16; i++) r.v[i] = (float)a.v[i];
+  return r;
+}
+TL_INLINE int32_t hsum(vi a) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += a.v[i];
+  return sum;
+}
+
 // Flush-to-zero for a region, where the machine has such a mode.
 TL_INLINE uint32_t enter_float_mode() {
 #if defined(__SSE2__)

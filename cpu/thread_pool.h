@@ -28,6 +28,10 @@ class ThreadPool {
   ThreadPool &operator=(const ThreadPool &) = delete;
 
   int size() const { return n_threads_; }
+  int n_active() const { return n_active_; }  // inside a job: the threads that run it, 0 to n_active() - 1
+
+  // Inside a job: the first of n things in order that belongs to a thread; those of thread i end where those of i + 1 begin.
+  int first_of(int thread, int n) const { return (int)((int64_t)n * thread / n_active_); }
 
   // Runs job(arg, 0) here and job(arg, i) on workers i, as many as the machine has time for; returns when all have.
   void run(Job job, void *arg);
@@ -62,7 +66,6 @@ class ThreadPool {
   bool wait_for_job(int thread, uint64_t &seen);
   void run_active(Job job, void *arg);
   void adapt(int64_t end_ns, int64_t begin_ns);
-  int first_of(int thread, int n) const { return (int)((int64_t)n * thread / n_active_); }
   int take(int owner, uint32_t round);
 
   struct alignas(64) Flag {

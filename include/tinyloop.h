@@ -26,6 +26,7 @@ extern "C" {
 #define TL_KEY_CHUNK 64        /* keys in one attention chunk, at absolute positions */
 #define TL_CHUNK_GROUP 16      /* attention chunks merged before groups merge */
 #define TL_K_CHUNK 256         /* inner-dimension chunk of a matrix product, each summed from zero */
+#define TL_KV_GROUP 32         /* dimensions of a head that share a scale and a zero of int4 values */
 #define TL_INT8_GROUP 32       /* inner-dimension group that shares one scale of the quantised activations */
 #define TL_STAGE_PRELUDE 0     /* rows of a page table: prelude, coda, then one per core loop */
 #define TL_STAGE_CODA 1
@@ -41,7 +42,7 @@ enum {
   TL_ERR_INTERNAL = 5
 };
 
-enum { TL_F32 = 0, TL_BF16 = 1, TL_F16 = 2, TL_INT8 = 3 };                        /* tl_dtype */
+enum { TL_F32 = 0, TL_BF16 = 1, TL_F16 = 2, TL_INT8 = 3, TL_INT4 = 4 };           /* tl_dtype; TL_INT4 of keys and values only */
 enum { TL_NORM_PRE = 0, TL_NORM_SANDWICH = 1, TL_NORM_SUM_SANDWICH = 2, TL_NORM_POST = 3 };
 enum { TL_ACT_SILU = 0, TL_ACT_GELU = 1, TL_ACT_RELU2 = 2 };
 enum { TL_ISA_BEST = 0, TL_ISA_GENERIC = 1, TL_ISA_AVX2 = 2, TL_ISA_AVX512 = 3 }; /* CPU code paths */
@@ -150,7 +151,7 @@ typedef struct tl_plan_desc {
   int32_t qk_norm;             /* TL_QK_NORM_* */
   int32_t rope_interleaved;    /* 0: halves turn, 1: neighbours turn */
   int32_t rotary_dim;
-  int32_t kv_dtype;            /* TL_F32, TL_BF16, TL_F16 */
+  int32_t kv_dtype;            /* any tl_dtype */
   int32_t max_rows;            /* rows of one batch */
   int32_t max_out;             /* rows of one batch that reach the head */
   int32_t max_pos;             /* positions in the rope tables */
@@ -161,12 +162,15 @@ typedef struct tl_plan_desc {
   int32_t section[5];          /* first phase of prelude, core, coda, head, and n_phases */
   const tl_phase *phases;      /* host; copied */
   void *kv_base[3];            /* memory; page i of a part lies at kv_base[part] + i * page_nbytes[part] */
+  void *operand_base[3];       /* the same of operand pages, or NULL: none are kept */
 } tl_plan_desc;
 
 TL_API tl_status tl_plan_create(tl_context *context, const tl_plan_desc *desc, tl_plan **out);
 TL_API tl_status tl_plan_destroy(tl_plan *plan);
 /* Bytes of one KV page of a part: 16 positions of all its layers. Needs the sizes of desc only. */
 TL_API tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes);
+/* Bytes of one operand page of a part: per layer, 16 rows of the QKV product's operand. Needs the phases of desc too. */
+TL_API tl_status tl_plan_operand_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes);
 TL_API tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes);
 /* scratch: zeroed, 64-byte aligned memory, at least tl_plan_scratch_nbytes(); it must outlive the plan. */
 TL_API tl_status tl_plan_bind(tl_plan *plan, void *scratch);
@@ -201,7 +205,7 @@ typedef struct tl_decode {
   int32_t reserved;
 } tl_decode;
 
-enum { TL_RUN_PRELUDE = 1, TL_RUN_CORE = 2, TL_RUN_CODA = 4, TL_RUN_HEAD = 8, TL_RUN_ALL = 15 };
+enum { TL_RUN_PRELUDE = 1, TL_RUN_CORE = 2, TL_RUN_CODA = 4, TL_RUN_HEAD = 8, TL_RUN_ALL = 15, TL_RUN_REBUILD = 16 };
 
 /* Rows to run. A row is one token of one sequence; rows of a sequence are in ascending position order. Arrays are memory.
  * On CUDA nothing in them is read before the batch runs, so that a captured batch may be replayed with other rows: the
@@ -216,7 +220,7 @@ typedef struct tl_batch {
   const int32_t *pos;           /* (n_rows,) */
   const int32_t *seq;           /* (n_rows,) index into page_table */
   const int32_t *const *page_table; /* per sequence, (n_stages, table_stride): page index, -1 where freed or absent */
-  const float *x_in;            /* (n_rows, dim) state to go on from instead of state_init, or NULL */
+  const float *x_in;            /* (n_rows, dim) state to go on from instead of state_init; needed without the prelude, or NULL */
   int32_t n_out;
   const int32_t *out_row;       /* (n_out,) rows that reach the head, ascending */
   float *boundary_x;            /* (loop_end - loop_begin, n_out, dim): x of the out rows after each loop, or NULL */
@@ -224,19 +228,35 @@ typedef struct tl_batch {
   float *logits;                /* (n_out, vocab_size), or NULL */
   const tl_sampling *sampling;  /* (n_out,), or NULL */
   int32_t *sampled;             /* (n_out,) drawn tokens; needs sampling, and may be NULL with decode */
+  const int32_t *const *operand_table; /* as page_table, of operand pages: where the operands of the QKV products are kept, or NULL */
+  const float *e_in;  /* (n_rows, dim) what the prelude gave; needed where loops inject it and the prelude is left out, or NULL */
+  float *x_out;       /* (n_rows, dim): x of every row after the last loop, before a loop norm "last"; needs the core, or NULL */
+  float *e_out;       /* (n_rows, dim): what the prelude gives every row, from STATE_INIT; needs the prelude, or NULL */
   tl_decode *decode;            /* (n_out,), or NULL; CUDA alone has it; needs sampling and n_out == n_rows, out_row[i] == i. Row i's token and pos
                                  * are written: a draw's position is pos + 1, and its history tl_decode.history where given */
 } tl_batch;
 
-/* With sections == TL_RUN_HEAD, x_in holds the n_out final states and no row runs (n_rows == 0). */
+/* With TL_RUN_REBUILD, the other sections (not the head) do nothing but write the K and V of the rows from the operands that
+ * operand_table has of them, with the bits of the run that kept them; tokens are not read.
+ * With sections == TL_RUN_HEAD, x_in holds the n_out final states and no row runs (n_rows == 0).
+ * Without the prelude, rows start from x_in at loop_begin: a prompt goes on at a further depth from the x_out of a batch that
+ * ended there. */
 TL_API tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *stream);
 /* K and V values clamped to float16's range since the plan was made. */
 TL_API tl_status tl_plan_n_clamped(const tl_plan *plan, uint64_t *n_clamped);
 
-/* One page between the backend's layout and the canonical one: keys and values, (n_layers of the part, n_kv_heads, 16,
- * head_dim) of the KV type each, in memory. */
+/* One page between the backend's layout and the canonical one: keys and values, (n_layers of the part, n_kv_heads, 16) rows
+ * each, in memory. A row is head_dim values of a float type. Of TL_INT8, and keys of TL_INT4: head_dim signed codes and a
+ * bfloat16 scale. Values of TL_INT4: head_dim codes two to a byte, the even dimension in the low half, then
+ * ceil(head_dim / TL_KV_GROUP) bfloat16 scales and as many zeros. Codes are of the rotated head (docs/kv-modes.md). */
+TL_API tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uint64_t *value_nbytes);
 TL_API tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, void *stream);
 TL_API tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *stream);
+
+/* One operand page: per layer 16 rows of the operand's type (TL_INT8: codes in whole groups, then their float scales), zeros
+ * up to tl_plan_operand_page_nbytes(). */
+TL_API tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *stream);
+TL_API tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *stream);
 
 /* ---- single operations, for tests ------------------------------------------------------------------------------- */
 

@@ -34,7 +34,7 @@ inline const char *check_sizes(const tl_plan_desc &d) {
   if (d.rotary_dim < 0 || d.rotary_dim % 2 || d.rotary_dim > d.head_dim) return "tl_plan_desc.rotary_dim is not an even number up to head_dim";
   for (int part = 0; part < 3; part++)
     if (d.n_layers[part] < 0) return "tl_plan_desc.n_layers is negative";
-  if (d.kv_dtype != TL_F32 && d.kv_dtype != TL_BF16 && d.kv_dtype != TL_F16) return "tl_plan_desc.kv_dtype is not a KV type";
+  if (d.kv_dtype < TL_F32 || d.kv_dtype > TL_INT4) return "tl_plan_desc.kv_dtype is not a KV type";
   return nullptr;
 }
 
@@ -87,6 +87,9 @@ inline const char *check_plan(const tl_plan_desc &d) {
     if (d.section[i] > d.section[i + 1]) return "tl_plan_desc.section is not ascending";
   for (int part = 0; part < 3; part++)
     if (d.n_layers[part] && !d.kv_base[part]) return "tl_plan_desc.kv_base is NULL for a part with layers";
+  for (int part = 0; part < 3; part++)
+    if (d.n_layers[part] && !d.operand_base[part] && (d.operand_base[0] || d.operand_base[1] || d.operand_base[2]))
+      return "tl_plan_desc.operand_base is NULL for a part with layers";
   for (int i = 0; i < d.n_phases; i++) {
     if (const char *error = check_phase(d, d.phases[i])) return error;
     if ((d.phases[i].kind == TL_PHASE_HEAD) != (i >= d.section[3])) return "tl_plan_desc.section has a head elsewhere, or something else in the head";
@@ -105,18 +108,33 @@ inline const char *check_sampling(const tl_sampling &s) {
   return nullptr;
 }
 
+/* Rows that start behind the prelude bring along what the loops inject. */
+inline const char *check_injected(const tl_phase *phases, int n_phases, const tl_batch &b) {
+  if (!(b.sections & TL_RUN_CORE) || (b.sections & (TL_RUN_PRELUDE | TL_RUN_REBUILD)) || b.e_in) return nullptr;
+  for (int i = 0; i < n_phases; i++)
+    if (phases[i].kind == TL_PHASE_INJECT) return "tl_batch leaves the prelude out and lacks e_in, which the loops inject";
+  return nullptr;
+}
+
 /* Sizes and pointers only: what the rows hold is device data on CUDA, and the caller's to check. */
 inline const char *check_batch(const tl_plan_desc &d, const tl_batch &b) {
   if (b.size != sizeof(tl_batch)) return "tl_batch.size does not match this library";
-  if (!b.sections || (b.sections & ~TL_RUN_ALL)) return "tl_batch.sections names no section";
+  if (!(b.sections & TL_RUN_ALL) || (b.sections & ~(TL_RUN_ALL | TL_RUN_REBUILD))) return "tl_batch.sections names no section";
   if (b.n_rows < 0 || b.n_rows > d.max_rows) return "tl_batch.n_rows is outside 0..max_rows";
   if (b.n_out < 0 || b.n_out > d.max_out) return "tl_batch.n_out is outside 0..max_out";
   if (b.window < 0) return "tl_batch.window is negative";
   const bool head_only = b.sections == TL_RUN_HEAD;
   if (head_only ? (!b.x_in || b.n_rows || !b.n_out) : !b.n_rows) return "tl_batch has no rows, or a head-only batch has some or lacks x_in";
-  if (!head_only && (!b.token || !b.pos || !b.seq || !b.page_table)) return "tl_batch lacks its rows";
+  const bool rebuild = b.sections & TL_RUN_REBUILD;
+  if (rebuild && ((b.sections & TL_RUN_HEAD) || b.n_out || !b.operand_table)) return "tl_batch of a rebuild has the head, or lacks operand_table";
+  if (b.operand_table && !d.operand_base[0] && !d.operand_base[1] && !d.operand_base[2])
+    return "tl_batch.operand_table needs operand_base in the plan";
+  if (!head_only && ((!b.token && !rebuild) || !b.pos || !b.seq || !b.page_table)) return "tl_batch lacks its rows";
   if ((b.sections & TL_RUN_CORE) && (b.loop_begin < 0 || b.loop_end < b.loop_begin)) return "tl_batch.loop_begin and loop_end are not a range";
   if (b.n_out && !head_only && !b.out_row) return "tl_batch lacks out_row";
+  if (!(b.sections & TL_RUN_PRELUDE) && !b.x_in && !rebuild) return "tl_batch leaves the prelude out and lacks x_in";
+  if (b.x_out && !(b.sections & TL_RUN_CORE)) return "tl_batch.x_out needs the core";
+  if (b.e_out && !(b.sections & TL_RUN_PRELUDE)) return "tl_batch.e_out needs the prelude";
   if (b.sampling && ((!b.sampled && !b.decode) || !(b.sections & TL_RUN_HEAD))) return "tl_batch.sampling needs sampled and the head";
   if (b.decode && (!b.sampling || b.n_out != b.n_rows)) return "tl_batch.decode needs sampling, and a head for every row";
   return nullptr;

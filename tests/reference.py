@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from philox import truncated_normal
+from quantised_kv import Codes, int4_codes, int8_codes, operands, rotate, to_bf16
 
 from tinyloop_py.config import ModelConfig
 from tinyloop_py.layout import iter_layers
@@ -31,13 +32,6 @@ def to_f16(x: np.ndarray) -> np.ndarray:
     return np.clip(x.astype(np.float32), -F16_MAX, F16_MAX).astype(np.float16).astype(np.float64)
 
 
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    """Nearest bfloat16 (ties to even) of the float32, as float64."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
-    return bits.view(np.float32).astype(np.float64)
-
-
 def to_int8(x: np.ndarray, group: int = 32) -> np.ndarray:
     """Rounded to int8 in groups along the last axis, scale = max|x| / 127 in float32, ties to even; as float64."""
     n = x.shape[-1]
@@ -48,6 +42,7 @@ def to_int8(x: np.ndarray, group: int = 32) -> np.ndarray:
     return (steps * scale).reshape(*x.shape[:-1], -1)[..., :n]
 
 
+CODES = {"int8": (int8_codes, int8_codes), "int4": (int8_codes, int4_codes)}
 ROUND: dict[str, Callable[[np.ndarray], np.ndarray]] = {"f32": to_f32, "f16": to_f16, "bf16": to_bf16, "int8": to_int8}
 
 
@@ -66,16 +61,20 @@ class Rounding:
     kv : of K and V when they are stored.
     attn : of q (after RoPE) and of the attention weights P; by default as `kv`.
     residual : of accumulators and of the residual stream.
+    codes : of quantised keys and values: (of K, of V), each to their codes; heads are rotated first, q is made an operand.
     """
 
     operand: Callable[[np.ndarray], np.ndarray] = exactly
     kv: Callable[[np.ndarray], np.ndarray] = exactly
     attn: Callable[[np.ndarray], np.ndarray] | None = None
     residual: Callable[[np.ndarray], np.ndarray] = exactly
+    codes: tuple[Callable[[np.ndarray], Codes], Callable[[np.ndarray], Codes]] | None = None
 
     @classmethod
     def of(cls, weights: str, kv: str) -> Rounding:
-        """Of a model whose weights are `weights` (f32, bf16, f16, int8) and whose KV cache is `kv` (f32, bf16, f16)."""
+        """Of a model whose weights are `weights` (f32, bf16, f16, int8) and whose KV cache is `kv` (f32, bf16, f16, int8, int4)."""
+        if kv in CODES:
+            return cls(operand=ROUND[weights], residual=to_f32, codes=CODES[kv])
         return cls(operand=ROUND[weights], kv=ROUND[kv], residual=to_f32)
 
 
@@ -89,7 +88,7 @@ class Hidden:
     boundaries : (loops, n, dim), x after every loop, behind loop_norm where that is "every" (but never where "last").
     final : (n, dim), x before final_norm.
     logits : (n, vocab_size).
-    k, v : stage -> (layers of the stage, n, n_kv_heads, head_dim), K after qk_norm and RoPE; as stored.
+    k, v : stage -> (layers of the stage, n, n_kv_heads, head_dim), K after qk_norm and RoPE; as stored, so rotated where codes are.
     """
 
     e: np.ndarray
@@ -160,15 +159,16 @@ def rope(config: ModelConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarra
     return out
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int, round_p: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray | Codes, window: int, round_p: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Causal attention of q (n, n_heads, head_dim) to k, v (n, n_kv_heads, head_dim); position p reads p-window+1..p.
 
     In chunks of 64 keys: m = max of the unmasked scores, p = exp(s - m) rounded, l = sum of the rounded p, out = p v; the
-    chunks are then merged relative to the largest m, which is exact here.
+    chunks are then merged relative to the largest m, which is exact here. Codes of v weigh themselves.
     """
     n, n_heads, head_dim = q.shape
     group = n_heads // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)  # head h reads kv head h // group
+    k = np.repeat(k, group, axis=1)  # head h reads kv head h // group
+    v = v.repeat(group) if isinstance(v, Codes) else np.repeat(v, group, axis=1)
     scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(head_dim)
     distance = np.arange(n)[:, None] - np.arange(n)
     scores[:, (distance < 0) | (distance >= (window or n))] = -np.inf
@@ -180,7 +180,8 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int, round_p: Ca
         m = s.max(-1, keepdims=True)
         p = round_p(np.exp(s - np.where(m == -np.inf, 0, m)))  # masked keys, and chunks of nothing else: 0
         weight = np.exp(m - top)
-        out += weight * np.einsum("hij,jhd->hid", p, v[start : start + CHUNK])
+        part = v.weigh(p, start, p.shape[-1]) if isinstance(v, Codes) else np.einsum("hij,jhd->hid", p, v[start : start + CHUNK])
+        out += weight * part
         norm += weight * p.sum(-1, keepdims=True)
     return (out / norm).transpose(1, 0, 2)
 
@@ -281,11 +282,17 @@ class Reference:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
         if layer not in c.nope_layers:
             q, k = rope(c, q, positions), rope(c, k, positions)
+        window = min((w for w in (c.window(layer), kv.cache_window) if w), default=0)  # the smaller of the two
+        if self.rounding.codes:
+            k_codes, v_codes = (codes(rotate(t)) for codes, t in zip(self.rounding.codes, (k, v), strict=True))
+            kv.k.append(k_codes.values)
+            kv.v.append(v_codes.values)
+            out = rotate(attend(operands(rotate(q)), k_codes.values, v_codes, window, exactly))
+            return self._linear(out.reshape(len(x), -1), f"{name}.o")
         k, v = self.rounding.kv(k), self.rounding.kv(v)
         kv.k.append(k)
         kv.v.append(v)
         round_attn = self.rounding.attn or self.rounding.kv
-        window = min((w for w in (c.window(layer), kv.cache_window) if w), default=0)  # the smaller of the two
         out = attend(round_attn(q), k, v, window, round_attn)
         return self._linear(out.reshape(len(x), -1), f"{name}.o")
 

@@ -10,7 +10,7 @@ from tolerances import TOLERANCES, assert_close
 import tinyloop_py as tl
 from tinyloop_py.kv_export import export_kv
 
-KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32"}
+KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "int8": "int8", "int4": "int4"}
 N = 80
 
 
@@ -27,6 +27,17 @@ def test_fp32_logits_of_every_config(backend, name):
         assert_close(got, reference(name, "f32", "fp32").logits(tokens), "f32", "f32")
         want = reference(name, "f32", "fp32", rounded=False).logits(tokens)
         assert np.array_equal(got.argmax(1), want.argmax(1))
+
+
+@pytest.mark.parametrize("kv_mode", ["int8", "int4"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_quantised_kv_of_every_config(backend, name, kv_mode):
+    """Every head size, group and norm: logits past the first chunk of keys, against the reference that quantises."""
+    tokens = random_tokens(CONFIGS[name], 100)
+    with open_model(backend, name, kv_mode=kv_mode) as model:
+        got = model.logits(tokens)
+    assert_close(got, reference(name, "f32", kv_mode).logits(tokens), "f32", kv_mode)
+    assert_close(got, reference(name, "f32", kv_mode, rounded=False).logits(tokens), "f32", kv_mode, rounded=False)
 
 
 @pytest.mark.parametrize("loops", [1, 2, 5, 8])

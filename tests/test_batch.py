@@ -45,6 +45,14 @@ def test_every_family_and_weight_type(backend, name, dtype, group_size):
             assert model.generate_batch(asked, 10, **how) == [model.generate(p, 10, **how) for p in asked], window
 
 
+def test_the_number_of_threads_does_not_matter(backend):
+    outs = []
+    for threads in (1, 2, 3):
+        with open_model(backend, "huginn", "int8", max_seq_len=160, threads=threads) as model:
+            outs.append(model.generate_batch(prompts(7, model.config), 12, **SEEDED))
+    assert outs[0] == outs[1] == outs[2]
+
+
 @pytest.mark.parametrize("window", [0, 1, 15, 33])
 @pytest.mark.parametrize("loops", [1, 8])
 def test_each_prompt_has_its_own_hit(model, loops, window):

@@ -48,6 +48,10 @@ def test_info_as_json(looped, capsys):
     assert facts["weights"]["int8"]["nbytes"] == sum(tensors[name].size for name in matrices) + 4 * scales
     assert list(facts["kv_fp16_nbytes_per_token"]) == ["1", "2", "4", "8", "16"]
     assert facts["kv_fp16_nbytes_per_token"]["4"] == 2 * 10 * 8 * 2
+    by_mode = facts["kv_nbytes_per_token_by_mode"]
+    assert by_mode["fp16"] == facts["kv_fp16_nbytes_per_token"][str(LOOPED.default_loops)]
+    assert by_mode["fp32"] == 2 * by_mode["fp16"] and by_mode["int8"] < by_mode["fp16"] and by_mode["int4"] < by_mode["int8"]
+    assert ("h" in by_mode) == (2 * LOOPED.kv_dim > LOOPED.dim)
     assert facts["tokenizer_vocab"] == 2 and facts["chat_template"] is True and facts["stop_ids"] == {"1": "<|end|>", "30": None}
 
 

@@ -9,7 +9,8 @@ import tinyloop_py as tl
 
 N = 300  # past the last edge
 DTYPES = (("f32", None), ("bf16", None), ("f16", None), ("int8", None), ("int8", 64))
-KV_MODES = ("fp16", "bf16", "fp32")
+KV_MODES = ("fp16", "bf16", "fp32", "int8", "int4")
+QUANTISED = ("int8", "int4")
 FAMILIES = ("shipped", "huginn", "ouro", "qwen2", "mixed_windows", "olmo2")  # every phase and norm between them
 
 
@@ -37,6 +38,27 @@ def test_kv_is_the_same_at_every_split(backend, name, dtype, group_size, kv_mode
         for split in splits_before(N):
             assert same_kv(cold, kv_of(model, tokens, loops=2, splits=(split,))), f"split at {split}"
         assert same_kv(cold, kv_of(model, tokens, loops=2, splits=EDGES)), "split at every edge"
+
+
+@pytest.mark.parametrize("kv_mode", QUANTISED)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in FAMILIES[:3]])
+def test_quantised_kv_of_every_config_is_the_same_at_every_split(backend, name, kv_mode):
+    tokens, loops = random_tokens(CONFIGS[name], 140), min(2, CONFIGS[name].trained_loops)
+    with open_model(backend, name, kv_mode=kv_mode) as model:
+        cold, together = kv_of(model, tokens, loops), model.logits(tokens, loops)
+        assert same_kv(cold, kv_of(model, tokens, loops, splits=(1, 15, 33, 64, 100)))
+        for n in (1, 17, 65, 140):
+            assert same_bits(together[n - 1], last_logits(model, tokens[:n], loops=loops)), f"row {n - 1}"
+
+
+@pytest.mark.parametrize("kv_mode", QUANTISED)
+@pytest.mark.parametrize("window", [1, 15, 64, 100])
+def test_quantised_kv_is_the_same_at_every_split_under_a_window(backend, window, kv_mode):
+    tokens = random_tokens(CONFIGS["mixed_windows"], N)
+    with open_model(backend, "mixed_windows", "bf16", kv_mode=kv_mode) as model:
+        cold = kv_of(model, tokens, loops=2, window=window)
+        for split in (17, 65, 257):
+            assert same_kv(cold, kv_of(model, tokens, loops=2, window=window, splits=(split,))), f"split at {split}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -75,12 +97,12 @@ def test_decoded_tokens_leave_the_kv_of_a_prompt_with_them(backend):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(("dtype", "group_size"), DTYPES)
-def test_threads_never_change_a_bit(dtype, group_size, threads):
+@pytest.mark.parametrize(("dtype", "group_size", "kv_mode"), [*((*d, "fp16") for d in DTYPES), ("bf16", None, "int8"), ("f32", None, "int4")])
+def test_threads_never_change_a_bit(dtype, group_size, kv_mode, threads):
     tokens = random_tokens(CONFIGS["huginn"], 130)
     with (
-        open_model("cpu", "huginn", dtype, group_size=group_size, threads=1) as one,
-        open_model("cpu", "huginn", dtype, group_size=group_size, threads=threads) as many,
+        open_model("cpu", "huginn", dtype, group_size=group_size, kv_mode=kv_mode, threads=1) as one,
+        open_model("cpu", "huginn", dtype, group_size=group_size, kv_mode=kv_mode, threads=threads) as many,
     ):
         assert many.threads == threads
         assert same_bits(one.logits(tokens), many.logits(tokens))
@@ -89,12 +111,12 @@ def test_threads_never_change_a_bit(dtype, group_size, threads):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "group_size"), DTYPES)
-def test_every_code_path_is_invariant_within_itself(monkeypatch, isa, dtype, group_size):
+@pytest.mark.parametrize(("dtype", "group_size", "kv_mode"), [*((*d, "fp16") for d in DTYPES), ("bf16", None, "int8"), ("bf16", None, "int4")])
+def test_every_code_path_is_invariant_within_itself(monkeypatch, isa, dtype, group_size, kv_mode):
     monkeypatch.setenv("TINYLOOP_CPU_ISA", isa)
     tokens = random_tokens(CONFIGS["qwen2"], N)
     try:
-        model = open_model("cpu", "qwen2", dtype, group_size=group_size)
+        model = open_model("cpu", "qwen2", dtype, group_size=group_size, kv_mode=kv_mode)
     except RuntimeError as error:
         pytest.skip(f"{isa}: {error}")
     with model:
@@ -118,10 +140,11 @@ def test_the_same_call_twice_gives_the_same_bits(backend):
         assert again.generate(tokens, 20, temperature=1.0, seed=5, stop_tokens=()) == first
 
 
-def test_unused_kv_is_never_read(backend):
+@pytest.mark.parametrize("kv_mode", KV_MODES)
+def test_unused_kv_is_never_read(backend, kv_mode):
     """Pages come back from calls with other content; what they held never shows."""
     tokens, other = random_tokens(CONFIGS["shipped"], 90), random_tokens(CONFIGS["shipped"], 200, seed=9)
-    with open_model(backend, "shipped", "bf16") as model:
+    with open_model(backend, "shipped", "bf16", kv_mode=kv_mode) as model:
         cold = model.logits(tokens)
         for n in (200, 33, 150):
             model.logits(other[:n])

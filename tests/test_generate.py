@@ -229,9 +229,10 @@ def test_kv_mode_variables(monkeypatch, variable):
         open_model("cpu").close()
     for on in ("1", "true", "on"):
         monkeypatch.setenv(variable, on)
-        with pytest.raises(ValueError, match=variable):  # a mode that is still to come
-            open_model("cpu")
-        open_model("cpu", kv_mode="fp16").close()  # the argument wins
+        with open_model("cpu", "nanbeige") as model:
+            assert model.kv_mode == {"TINYLOOP_KV_H_MODE": "h", "TINYLOOP_KV_INT8": "int8", "TINYLOOP_KV_INT4": "int4"}[variable]
+        with open_model("cpu", kv_mode="fp16") as model:  # the argument wins
+            assert model.kv_mode == "fp16"
     monkeypatch.setenv(variable, "maybe")
     with pytest.raises(ValueError, match=variable):
         open_model("cpu")

@@ -270,12 +270,16 @@ class Tiny:
             "tl_matrix_pack": (h, byref(self.matrix), byref(rows), None),
             "tl_plan_create": (h, byref(self.desc), byref(ctypes.c_void_p())),
             "tl_plan_page_nbytes": (byref(self.desc), 0, out),
+            "tl_plan_row_nbytes": (byref(self.desc), out, byref(ctypes.c_uint64())),
+            "tl_plan_operand_page_nbytes": (byref(self.desc), 0, out),
             "tl_plan_scratch_nbytes": (self.plan, out),
             "tl_plan_bind": (self.plan, self.scratch.ctypes.data),
             "tl_plan_enqueue": (self.plan, byref(self.batch), None),
             "tl_plan_n_clamped": (self.plan, out),
             "tl_plan_export_page": (self.plan, 0, 0, f, f, None),
             "tl_plan_import_page": (self.plan, 0, 0, f, f, None),
+            "tl_plan_export_operands": (self.plan, 0, 0, f, None),
+            "tl_plan_import_operands": (self.plan, 0, 0, f, None),
             "tl_op_matmul": (h, byref(matmul), None),
             "tl_op_rms_norm": (h, 1, 16, 1e-6, f, f, f, None),
             "tl_op_activation": (h, 0, 16, f, f, f, None),
@@ -296,7 +300,10 @@ def tiny(lib):
     return Tiny(lib)
 
 
-NO_PAGES = ("tl_plan_export_page", "tl_plan_import_page")  # the tiny plan has no layers, hence no pages
+NO_PAGES = {  # the tiny plan has no layers, hence no pages
+    "tl_plan_export_page": b"no layers", "tl_plan_import_page": b"no layers",
+    "tl_plan_export_operands": b"no operands", "tl_plan_import_operands": b"no operands",
+}  # fmt: skip
 
 
 def test_valid_arguments_are_taken(lib, tiny):
@@ -305,7 +312,7 @@ def test_valid_arguments_are_taken(lib, tiny):
     for name, arguments in tiny.arguments().items():
         status = getattr(lib, name)(*arguments)
         if name in NO_PAGES:
-            assert status == C["TL_ERR_INVALID"] and b"no layers" in lib.tl_last_error()
+            assert status == C["TL_ERR_INVALID"] and NO_PAGES[name] in lib.tl_last_error()
         elif name != "tl_op_sample_work_floats":
             assert status == C["TL_OK"], name
     x = tiny.weights[tiny.tokens[[0, 2]]].astype(np.float64)
@@ -331,6 +338,10 @@ NUMBERS = [
     ("tl_plan_export_page", 1, (-1, 3)),
     ("tl_plan_export_page", 2, (-1,)),
     ("tl_plan_import_page", 1, (-1, 3)),
+    ("tl_plan_operand_page_nbytes", 1, (-1, 3)),
+    ("tl_plan_export_operands", 1, (-1, 3)),
+    ("tl_plan_export_operands", 2, (-1,)),
+    ("tl_plan_import_operands", 1, (-1, 3)),
     ("tl_op_rms_norm", 1, (0, -1)),
     ("tl_op_rms_norm", 2, (0, -1)),
     ("tl_op_activation", 1, (-1, 3)),
@@ -378,7 +389,7 @@ ROWS = [
 PLANS = [
     ({"vocab_size": 0}, "positive"), ({"dim": -1}, "positive"), ({"n_kv_heads": 0}, "positive"), ({"n_heads": 3, "n_kv_heads": 2}, "n_kv_heads"),
     ({"head_dim": 7}, "head_dim"), ({"head_dim": 258}, "head_dim"), ({"rotary_dim": 10}, "rotary_dim"), ({"rotary_dim": 3}, "rotary_dim"),
-    ({"rotary_dim": 4}, "rope tables"), ({"kv_dtype": 3}, "kv_dtype"), ({"max_rows": 0}, "max_rows"), ({"max_out": 0}, "max_out"),
+    ({"rotary_dim": 4}, "rope tables"), ({"kv_dtype": 5}, "kv_dtype"), ({"max_rows": 0}, "max_rows"), ({"max_out": 0}, "max_out"),
     ({"max_pos": 0}, "max_pos"), ({"table_stride": 1}, "table_stride"), ({"n_phases": 0}, "phases"), ({"phases": None}, "phases"),
     ({"vocab_size": 40}, "shape"), ({"dim": 24}, "shape"),
 ]  # fmt: skip
@@ -391,9 +402,12 @@ PHASES = [
 BATCHES = [
     ({"n_rows": 5}, "n_rows"), ({"n_rows": -1}, "n_rows"), ({"n_rows": 0}, "no rows"),
     ({"n_out": 3}, "n_out"), ({"n_out": -1}, "n_out"), ({"sections": 0}, "sections"),
-    ({"sections": 16}, "sections"), ({"window": -1}, "window"), ({"loop_end": -1}, "loop"), ({"loop_begin": -1}, "loop"), ({"token": None}, "rows"),
+    ({"sections": 32}, "sections"), ({"sections": 16}, "sections"), ({"sections": 17}, "rebuild"),
+    ({"window": -1}, "window"), ({"loop_end": -1}, "loop"), ({"loop_begin": -1}, "loop"), ({"token": None}, "rows"),
     ({"pos": None}, "rows"), ({"seq": None}, "rows"),
     ({"page_table": None}, "rows"), ({"out_row": None}, "out_row"), ({"sections": C["TL_RUN_HEAD"]}, "head-only"),
+    ({"sections": C["TL_RUN_CODA"]}, "x_in"), ({"sections": C["TL_RUN_CODA"], "x_in": 64, "e_out": 64}, "e_out"),
+    ({"sections": C["TL_RUN_PRELUDE"], "x_out": 64}, "x_out"),
 ]  # fmt: skip
 SAMPLINGS = [
     ({"temperature": -1.0}, "temperature"), ({"temperature": float("nan")}, "temperature"),
@@ -434,6 +448,29 @@ def test_fields_of_a_plan_are_checked(tiny):
         tiny.refuses("tl_plan_create", (tiny.cpu.handle, byref(desc), byref(ctypes.c_void_p())), "section")
 
 
+@pytest.mark.parametrize("kv_dtype", ["F32", "BF16", "F16", "INT8", "INT4"])
+@pytest.mark.parametrize("head_dim", [2, 8, 48, 64, 80, 96, 128, 256])
+def test_pages_come_back_from_the_canonical_layout(tiny, head_dim, kv_dtype):
+    """Any bits, page 1 of two: nothing is lost or moved, and page 0 stays as it is."""
+    nbytes, k_row, v_row = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+    desc = changed(tiny.desc, kv_dtype=C[f"TL_{kv_dtype}"], head_dim=head_dim, n_kv_heads=2, n_layers=(ctypes.c_int32 * 3)(0, 0, 3))
+    tiny.cpu.check(tiny.lib.tl_plan_page_nbytes(byref(desc), 2, byref(nbytes)))
+    tiny.cpu.check(tiny.lib.tl_plan_row_nbytes(byref(desc), byref(k_row), byref(v_row)))
+    pages = aligned(2 * nbytes.value)
+    pages[:] = 0x5A
+    desc = changed(desc, kv_base=(ctypes.c_void_p * 3)(None, None, pages.ctypes.data))
+    plan = ctypes.c_void_p()
+    tiny.cpu.check(tiny.lib.tl_plan_create(tiny.cpu.handle, byref(desc), byref(plan)))
+    rng = np.random.default_rng(head_dim)
+    keys, values = (rng.integers(0, 256, 3 * 2 * 16 * n.value, dtype=np.uint8) for n in (k_row, v_row))
+    got = [np.zeros_like(keys), np.zeros_like(values)]
+    tiny.cpu.check(tiny.lib.tl_plan_import_page(plan, 2, 1, keys.ctypes.data, values.ctypes.data, None))
+    tiny.cpu.check(tiny.lib.tl_plan_export_page(plan, 2, 1, got[0].ctypes.data, got[1].ctypes.data, None))
+    tiny.cpu.check(tiny.lib.tl_plan_destroy(plan))
+    assert np.array_equal(got[0], keys) and np.array_equal(got[1], values)
+    assert (pages[: nbytes.value] == 0x5A).all()
+
+
 def test_fields_of_a_batch_are_checked(tiny):
     for change, word in BATCHES:
         tiny.refuses("tl_plan_enqueue", (tiny.plan, byref(changed(tiny.batch, **change)), None), word)
@@ -455,6 +492,39 @@ def test_rows_that_step_by_themselves_are_cudas_alone(tiny):
     )  # fmt: skip
     assert tiny.lib.tl_plan_enqueue(tiny.plan, byref(batch), None) == C["TL_ERR_UNSUPPORTED"]
     assert b"CUDA" in tiny.lib.tl_last_error()
+
+
+def test_rows_go_on_at_a_further_loop(lib):
+    """Two loops at once, and one after the other through x_out, e_out, x_in and e_in: the same bits, and e is the embedding."""
+    tiny = Tiny(lib)
+    state = struct("tl_phase", kind=C["TL_PHASE_STATE_INIT"], option=C["TL_INIT_ZERO"], flags=C["TL_PHASE_SAVE_INPUT"], scale=1.0)
+    inject = struct("tl_phase", kind=C["TL_PHASE_INJECT"], part=C["TL_STAGE_CORE"], scale=1.0)
+    norm = struct("tl_phase", kind=C["TL_PHASE_NORM"], part=C["TL_STAGE_CORE"], norm=np.linspace(0.5, 2, 20, dtype=np.float32))
+    phases = (STRUCTS["tl_phase"] * 5)(tiny.phases[0], state, inject, norm, tiny.phases[1])
+    desc = changed(tiny.desc, n_phases=5, section=(ctypes.c_int32 * 5)(0, 2, 4, 4, 5), phases=ctypes.addressof(phases))
+    plan, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
+    tiny.cpu.check(lib.tl_plan_create(tiny.cpu.handle, byref(desc), byref(plan)))
+    tiny.cpu.check(lib.tl_plan_scratch_nbytes(plan, byref(nbytes)))
+    scratch = aligned(nbytes.value)
+    tiny.cpu.check(lib.tl_plan_bind(plan, scratch.ctypes.data))
+
+    def run(**fields: Any) -> np.ndarray:
+        tiny.logits[:] = np.nan
+        tiny.cpu.check(lib.tl_plan_enqueue(plan, byref(changed(tiny.batch, **fields)), None))
+        return tiny.logits.copy()
+
+    x, e = np.full((2, 3, 20), np.nan, np.float32)
+    whole = run(loop_end=2)
+    run(loop_end=1, x_out=x.ctypes.data, e_out=e.ctypes.data)
+    assert e.tobytes() == tiny.weights[tiny.tokens].tobytes()
+    scratch[:] = 0xFF  # what is not handed over is NaN
+    behind = C["TL_RUN_CORE"] | C["TL_RUN_CODA"] | C["TL_RUN_HEAD"]
+    further = {"sections": behind, "loop_begin": 1, "loop_end": 2, "x_in": x.ctypes.data}
+    got = run(**further, e_in=e.ctypes.data)
+    assert got.tobytes() == whole.tobytes() and np.isfinite(got).all()
+    assert run(loop_begin=1, loop_end=2, x_in=x.ctypes.data).tobytes() == whole.tobytes()  # the prelude runs again and gives e
+    tiny.refuses("tl_plan_enqueue", (plan, byref(changed(tiny.batch, **further)), None), "e_in")
+    tiny.cpu.check(lib.tl_plan_destroy(plan))
 
 
 def test_a_plan_without_scratch_memory_does_not_run(tiny):

@@ -4,6 +4,7 @@ Numbers in names are rows of the project's list of faults that users of other pr
 """
 
 import gc
+import signal
 import threading
 
 import numpy as np
@@ -383,3 +384,24 @@ def test_rounds_of_register_evict_and_generate_do_not_grow(backend):
             if i >= 200:  # the longest prefixes have gathered by then
                 seen.add(model._engine.plan.store.spaces[2].n_seen)
         assert len(seen) == 1 and pool.size() == 4
+
+
+def test_what_a_signal_raises_while_a_hit_is_prepared_is_no_failure_of_the_hit(backend):
+    """A time limit by SIGALRM ends the call; it is not answered by running the whole prompt instead."""
+
+    def limit(*_):
+        raise TimeoutError("enough")
+
+    with open_model(backend, "shipped", "bf16", max_seq_len=40_000) as model:
+        pool, prompt = tl.PrefixPool(), random_tokens(model.config, 30_000)
+        model.register_prefix(pool, prompt[:40])
+        held, before = model.kv_nbytes, signal.signal(signal.SIGALRM, limit)
+        try:
+            for call in (model.generate_with_pool, lambda pool, p, n: model.generate_batch([p], n, pool=pool)):
+                signal.setitimer(signal.ITIMER_REAL, 0.2)
+                with pytest.raises(TimeoutError, match="enough"):
+                    call(pool, prompt, 5)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert pool.stats().fallbacks == pool.stats().queries == 0 and model.kv_nbytes == held

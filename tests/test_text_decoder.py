@@ -1,7 +1,7 @@
 """TextDecoder: pieces join to what decoding everything gives, and no piece shows half a character."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -24,6 +24,7 @@ def pieces_of(tokenizer, ids, **options):
     return [*(stream.push(i) for i in ids), stream.flush()]
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=40))
 def test_pieces_join_to_the_text(byte_tokenizer, text):
     pieces = pieces_of(byte_tokenizer, byte_tokenizer.encode(text).ids)
@@ -32,6 +33,7 @@ def test_pieces_join_to_the_text(byte_tokenizer, text):
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 255), max_size=40))
 def test_any_bytes_join_to_the_full_decoding(byte_tokenizer, ids):
     assert "".join(pieces_of(byte_tokenizer, ids)) == byte_tokenizer.decode(ids)

@@ -1,7 +1,7 @@
 """stream_text and stop strings: what is shown is what the tokens say, up to the stop string and nothing of it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, random_model
 from runtime import open_model
@@ -150,6 +150,7 @@ def reference(text, stops):
     return (text, None) if not ends else (text[: min(ends)[0] - len(min(ends)[2])], min(ends)[2])
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

@@ -5,12 +5,14 @@ import itertools
 
 import numpy as np
 import pytest
+import quantised_kv
 import reference
 from models import CONFIGS, DTYPES, random_model, random_tokens, small
 from reference import Reference, Rounding, exactly, to_bf16
 from tolerances import LAYER, TOLERANCES, assert_close, assert_layer_close, row_errors
 
 KV = ("f32", "f16", "bf16")
+QUANTISED = ("int8", "int4")
 ONE_LAYER = small(n_core=1, n_kv_heads=2, tied_embeddings=False)
 FAULTS = {
     "operands not rounded": {"operand": exactly},
@@ -21,7 +23,7 @@ FAULTS = {
 
 
 def test_every_combination_has_its_bounds():
-    assert set(TOLERANCES) == set(itertools.product(DTYPES, KV))
+    assert set(TOLERANCES) == set(itertools.product(DTYPES, KV + QUANTISED))
     assert all(t.rounded <= t.plain and t.reason for t in TOLERANCES.values())
     assert TOLERANCES["f32", "f32"].plain == 1e-4
 
@@ -57,7 +59,27 @@ def test_another_chunk_size_exceeds_the_layer_bound(monkeypatch):
         assert_layer_close(wrong[64:], expected[64:], "f32", "bf16")
 
 
-@pytest.mark.parametrize("kv", KV)
+QUANTISED_FAULTS = {
+    "not rotated": ("rotate", exactly),
+    "scales not rounded": ("to_bf16", exactly),
+    "operands of eight bits": ("OPERAND_MAX", 127),
+}
+
+
+@pytest.mark.parametrize("fault", QUANTISED_FAULTS)
+@pytest.mark.parametrize("kv", QUANTISED)
+def test_a_wrong_rounding_point_of_codes_exceeds_the_layer_bound(monkeypatch, fault, kv):
+    tensors, tokens = random_model(ONE_LAYER), random_tokens(ONE_LAYER, 80)
+    expected = Reference(ONE_LAYER, tensors, Rounding.of("f32", kv)).logits(tokens)
+    name, replacement = QUANTISED_FAULTS[fault]
+    for module in (reference, quantised_kv):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, replacement)
+    wrong = Reference(ONE_LAYER, tensors, Rounding.of("f32", kv)).logits(tokens)
+    assert np.quantile(row_errors(wrong, expected), 0.25) > LAYER
+
+
+@pytest.mark.parametrize("kv", KV + QUANTISED)
 @pytest.mark.parametrize("weights", DTYPES)
 @pytest.mark.parametrize("name", ["llama", "ouro", "huginn"])
 def test_rounding_itself_is_within_the_plain_bound(name, weights, kv):
@@ -68,7 +90,7 @@ def test_rounding_itself_is_within_the_plain_bound(name, weights, kv):
     assert (rounded != plain).any()
 
 
-@pytest.mark.parametrize(("weights", "kv"), [key for key in TOLERANCES if key[0] != "int8"])
+@pytest.mark.parametrize(("weights", "kv"), [key for key in TOLERANCES if key[0] != "int8" and key[1] != "int4"])
 @pytest.mark.parametrize(
     ("name", "changes", "options"),
     [
@@ -83,7 +105,7 @@ def test_rounding_itself_is_within_the_plain_bound(name, weights, kv):
     ],
 )
 def test_a_fault_in_meaning_exceeds_the_plain_bound(name, changes, options, weights, kv):
-    """Not for int8, whose bound over many layers is as large as the smaller ones of these."""
+    """Not for int8 weights and int4 KV, whose bounds over many layers are as large as the smaller ones of these."""
     config = CONFIGS[name]
     tensors, tokens = random_model(config, dtype=weights), random_tokens(config, 80)
     expected = Reference(config, tensors).logits(tokens)

@@ -52,6 +52,16 @@ _TABLE = [
     Tolerance("int8", "f32", 8e-2, 2e-1, "operands step 1/127 of the largest of 32; measured 3e-2, 9e-2"),
     Tolerance("int8", "f16", 8e-2, 2e-1, "the same, KV step 2**-11; measured 4e-2, 1e-1"),
     Tolerance("int8", "bf16", 1e-1, 3e-1, "the same, KV step 2**-8; measured 4e-2, 1.5e-1"),
+    # Codes: q and P step 2**-16 of the largest; K and V 1/127 of a head's largest, in int4 V 1/15 of a group's range. Rotation makes
+    # every code of a head depend on each of its values, so one moved operand moves more of them.
+    Tolerance("f32", "int8", 5e-3, 4e-2, "K, V step 1/127 of the head's largest; measured 2e-3, 1e-2"),
+    Tolerance("bf16", "int8", 3e-2, 5e-2, "operands step 2**-8, KV 1/127; measured 8e-3, 1e-2"),
+    Tolerance("f16", "int8", 1.5e-2, 4e-2, "operands step 2**-11, KV 1/127; measured 4e-3, 9e-3"),
+    Tolerance("int8", "int8", 8e-2, 2e-1, "operands step 1/127 of the largest of 32, KV 1/127; measured 2e-2, 6e-2"),
+    Tolerance("f32", "int4", 5e-2, 4e-1, "V step 1/15 of the range of 32; measured 1e-2, 2e-1"),
+    Tolerance("bf16", "int4", 1e-1, 4e-1, "operands step 2**-8, V 1/15; measured 4e-2, 1e-1"),
+    Tolerance("f16", "int4", 1e-1, 4e-1, "operands step 2**-11, V 1/15; measured 2e-2, 1e-1"),
+    Tolerance("int8", "int4", 1e-1, 4e-1, "operands step 1/127 of the largest of 32, V 1/15; measured 2e-2, 1e-1"),
 ]
 TOLERANCES = {(t.weights, t.kv): t for t in _TABLE}
 

@@ -13,6 +13,7 @@ if not any(_folder.glob("engine.*.so")):
     __path__ = list((_spec and _spec.submodule_search_locations) or __path__)
 
 try:
+    from .beam import Beam
     from .config import ModelConfig
     from .errors import FormatError, OutOfMemoryError, PoolFullError
     from .model import Model
@@ -20,6 +21,8 @@ try:
     from .pool import PrefixPool
     from .pool_report import PoolStats, PrefixEntry
     from .prefix_cache import PrefixCache
+    from .resume_handle import ResumeHandle
+    from .resume_report import ResumeStats
     from .text_stream import TextStream
     from .token_logprobs import TokenLogprobs
     from .token_stream import TokenStream
@@ -38,6 +41,7 @@ except _NotFound:  # run from a source tree
     __version__ = "0+unknown"
 
 __all__ = [
+    "Beam",
     "FormatError",
     "Model",
     "ModelConfig",
@@ -47,6 +51,8 @@ __all__ = [
     "PrefixCache",
     "PrefixEntry",
     "PrefixPool",
+    "ResumeHandle",
+    "ResumeStats",
     "TextStream",
     "TokenLogprobs",
     "TokenStream",

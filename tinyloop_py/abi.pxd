@@ -8,10 +8,10 @@ cdef extern from "tinyloop.h" nogil:
     enum:
         TL_ABI_VERSION
         TL_PAGE_POSITIONS
-        TL_INT8_GROUP
+        TL_INT8_GROUP, TL_KV_GROUP
         TL_STAGE_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE
         TL_OK, TL_ERR_INVALID, TL_ERR_OUT_OF_MEMORY, TL_ERR_UNSUPPORTED, TL_ERR_DEVICE, TL_ERR_INTERNAL
-        TL_F32, TL_BF16, TL_F16, TL_INT8
+        TL_F32, TL_BF16, TL_F16, TL_INT8, TL_INT4
         TL_NORM_PRE, TL_NORM_SANDWICH, TL_NORM_SUM_SANDWICH, TL_NORM_POST
         TL_ACT_SILU, TL_ACT_GELU, TL_ACT_RELU2
         TL_ISA_BEST, TL_ISA_GENERIC, TL_ISA_AVX2, TL_ISA_AVX512
@@ -20,7 +20,7 @@ cdef extern from "tinyloop.h" nogil:
         TL_INIT_INPUT, TL_INIT_ZERO, TL_INIT_NORMAL
         TL_PHASE_GATED, TL_PHASE_ROPE, TL_PHASE_SAVE_INPUT
         TL_QK_NORM_NONE, TL_QK_NORM_HEAD, TL_QK_NORM_FULL
-        TL_RUN_PRELUDE, TL_RUN_CORE, TL_RUN_CODA, TL_RUN_HEAD, TL_RUN_ALL
+        TL_RUN_PRELUDE, TL_RUN_CORE, TL_RUN_CODA, TL_RUN_HEAD, TL_RUN_ALL, TL_RUN_REBUILD
 
     struct tl_context:
         pass
@@ -73,6 +73,7 @@ cdef extern from "tinyloop.h" nogil:
         int32_t section[5]
         const tl_phase *phases
         void *kv_base[3]
+        void *operand_base[3]
 
     struct tl_sampling:
         uint32_t size
@@ -108,6 +109,10 @@ cdef extern from "tinyloop.h" nogil:
         float *logits
         const tl_sampling *sampling
         int32_t *sampled
+        const int32_t *const *operand_table
+        const float *e_in
+        float *x_out
+        float *e_out
         tl_decode *decode
 
     struct tl_matmul_args:
@@ -131,12 +136,16 @@ cdef struct tl_functions:
     tl_status (*plan_create)(tl_context *, const tl_plan_desc *, tl_plan **) noexcept nogil
     tl_status (*plan_destroy)(tl_plan *) noexcept nogil
     tl_status (*plan_page_nbytes)(const tl_plan_desc *, int32_t, uint64_t *) noexcept nogil
+    tl_status (*plan_row_nbytes)(const tl_plan_desc *, uint64_t *, uint64_t *) noexcept nogil
+    tl_status (*plan_operand_page_nbytes)(const tl_plan_desc *, int32_t, uint64_t *) noexcept nogil
     tl_status (*plan_scratch_nbytes)(const tl_plan *, uint64_t *) noexcept nogil
     tl_status (*plan_bind)(tl_plan *, void *) noexcept nogil
     tl_status (*plan_enqueue)(tl_plan *, const tl_batch *, void *) noexcept nogil
     tl_status (*plan_n_clamped)(const tl_plan *, uint64_t *) noexcept nogil
     tl_status (*plan_export_page)(tl_plan *, int32_t, int32_t, void *, void *, void *) noexcept nogil
     tl_status (*plan_import_page)(tl_plan *, int32_t, int32_t, const void *, const void *, void *) noexcept nogil
+    tl_status (*plan_export_operands)(tl_plan *, int32_t, int32_t, void *, void *) noexcept nogil
+    tl_status (*plan_import_operands)(tl_plan *, int32_t, int32_t, const void *, void *) noexcept nogil
     tl_status (*op_matmul)(tl_context *, const tl_matmul_args *, void *) noexcept nogil
     tl_status (*op_rms_norm)(tl_context *, int32_t, int32_t, float, const float *, const float *, float *, void *) noexcept nogil
     tl_status (*op_activation)(tl_context *, int32_t, int64_t, const float *, const float *, float *, void *) noexcept nogil

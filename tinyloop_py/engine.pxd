@@ -12,14 +12,18 @@ cdef class Engine:
     cdef readonly object config
     cdef readonly int max_rows, max_out
     cdef object _lock
-    cdef bint _closed
+    cdef bint _closed, _is_freed
     cdef int32_t *_pos
     cdef int32_t *_seq
     cdef object _lockstep              # the rows of steps over several generations; lockstep.pyx
 
-    cdef Sequence new_sequence(self, int loops, int window)
+    cdef Sequence new_sequence(self, int loops, int window, int kind=*)
+    cdef int rebuild(self, Sequence seq, KvPrefix prefix) except -1
+    cdef int rebuild_rows(self, Sequence seq, const int32_t *operands, int section, int first, int n) except -1
+    cdef KvPrefix with_kv(self, KvPrefix prefix)
     cdef int step(self, Sequence seq, const int32_t *tokens, int n, tl_batch *want) except -1
     cdef int check_open(self) except -1
+    cdef int check_signals(self, Sequence seq) except -1
     cdef int run_locked(self, tl_batch *batch) except -1
     cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want) except -1
     cdef int open(self, Sequence seq, KvPrefix base, int n_positions) except -1

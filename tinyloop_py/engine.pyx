@@ -14,14 +14,15 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from .abi cimport (
-    TL_PAGE_POSITIONS, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE, tl_batch,
+    TL_PAGE_POSITIONS, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_RUN_REBUILD, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE,
+    tl_batch,
 )
 from .cuda_context cimport CudaContext
 from .cuda_runner cimport CudaRunner
 from .plan cimport Plan
 from .runner cimport Runner
 from .sampling cimport Sampling
-from .sequence cimport KvPrefix, Sequence
+from .sequence cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Sequence
 
 
 cdef class Engine:
@@ -47,15 +48,16 @@ cdef class Engine:
 
     def close(self):
         """Waits for the step that runs and frees everything; later steps raise. Idempotent."""
+        self._closed = True  # before the lock, which a call that steps on and on may take again and again
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_freed:
+                self._is_freed = True
                 self.runner.close()
                 self.plan.close()
                 self.plan.context.close()
 
-    cdef Sequence new_sequence(self, int loops, int window):
-        return Sequence(self.plan.store, loops, window, self.plan.desc.table_stride, self.part_windows(window))
+    cdef Sequence new_sequence(self, int loops, int window, int kind=PAGES_KV):
+        return Sequence(self.plan.store, loops, window, self.plan.desc.table_stride, self.part_windows(window), kind)
 
     def part_windows(self, int window):
         """Of prelude, coda, core: the widest window of the part's layers under a cache_window, 0 where one is full."""
@@ -76,7 +78,7 @@ cdef class Engine:
             n = -(-n_tokens // TL_PAGE_POSITIONS)
             if w:
                 n -= max(0, n_tokens - w + 1) // TL_PAGE_POSITIONS
-            nbytes += n * self.plan.store.page_nbytes(part) * (loops if part == TL_STAGE_CORE else 1)
+            nbytes += n * self.plan.store.page_nbytes(part + 3 * self.plan.keeps_operands) * (loops if part == TL_STAGE_CORE else 1)
         return nbytes
 
     cdef int check_open(self) except -1:
@@ -94,6 +96,7 @@ cdef class Engine:
         """Runs the next `n` (<= max_rows) tokens of a sequence; `want` says what of the rows is asked for."""
         cdef int i, first = seq.n_tokens
         cdef const int32_t *table = seq.table
+        cdef const int32_t *operands = NULL
         with self._lock:
             self.check_open()
             seq.grow(first + n)
@@ -107,9 +110,23 @@ cdef class Engine:
             want.pos = self._pos
             want.seq = self._seq
             want.page_table = &table
+            if seq.operands is not None:
+                seq.operands.grow(first + n)
+                operands = seq.operands.table
+                want.operand_table = &operands
             self.run_locked(want)
             seq.advance(first + n)
-        PyErr_CheckSignals()
+            if seq.operands is not None:
+                seq.operands.advance(first + n)
+        return self.check_signals(seq)
+
+    cdef int check_signals(self, Sequence seq) except -1:
+        """Raises what a signal's handler raises, and marks the sequence, as that is no failure of its step."""
+        try:
+            PyErr_CheckSignals()
+        except BaseException:
+            seq.interrupted = True
+            raise
         return 0
 
     cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want) except -1:
@@ -131,10 +148,15 @@ cdef class Engine:
         """Runs tokens (1 or more) and keeps their KV; `base` is a prefix of them to go on from."""
         cdef Sequence seq = self.new_sequence(loops, window)
         cdef tl_batch want
+        cdef KvPrefix prefix
         final_x = np.empty(self.config.dim, np.float32)
         boundary_x = np.empty((loops, self.config.dim), np.float32)
         cdef float[::1] final_view = final_x
         cdef float[:, ::1] boundary_view = boundary_x
+        if self.plan.keeps_operands:
+            seq.operands = self.new_sequence(loops, window, PAGES_OPERANDS)
+            if base is not None and base.kind == PAGES_KV:
+                base = None  # its operands are not there to be held
         try:
             self.open(seq, base, tokens.shape[0])
             memset(&want, 0, sizeof(want))
@@ -143,19 +165,81 @@ cdef class Engine:
             want.final_x = &final_view[0]
             want.boundary_x = &boundary_view[0, 0]
             self.prefill(seq, &tokens[0], tokens.shape[0], &want)
-            return seq.freeze(final_x, boundary_x)
-        except BaseException:
+            prefix = (seq if seq.operands is None else seq.operands).freeze(final_x, boundary_x)
+        finally:
             seq.release()
-            raise
+        return prefix
 
     cdef int open(self, Sequence seq, KvPrefix base, int n_positions) except -1:
         """Gives a new sequence its base, and the store's promise for all it may need."""
-        if base is not None:
+        if base is not None and base.kind == PAGES_KV:
             seq.adopt(base)
         seq.reserve(n_positions, self.max_rows)
-        if base is not None:
+        if seq.operands is not None:
+            if base is not None:
+                seq.operands.adopt(base)
+            seq.operands.reserve(n_positions, self.max_rows)
+            if base is not None:
+                seq.operands.copy_tail(base)
+        if base is not None and base.kind == PAGES_KV:
             seq.copy_tail(base)
+        elif base is not None:
+            self.rebuild(seq, base)
         return 0
+
+    cdef int rebuild(self, Sequence seq, KvPrefix prefix) except -1:
+        """Gives an empty sequence the keys and values of a prefix that holds operands: by the products that gave them first."""
+        cdef int stride = self.plan.desc.table_stride, part, first
+        cdef int32_t *operands = <int32_t *>malloc(seq.n_stages * stride * sizeof(int32_t))
+        if operands == NULL:
+            raise MemoryError
+        try:
+            prefix.fill(operands, seq.n_stages, stride)
+            with self._lock:
+                self.check_open()
+                seq.take_like(operands, (prefix.n_tokens + TL_PAGE_POSITIONS - 1) // TL_PAGE_POSITIONS)
+            for part, section in ((TL_STAGE_PRELUDE, TL_RUN_PRELUDE), (TL_STAGE_CORE, TL_RUN_CORE), (TL_STAGE_CODA, TL_RUN_CODA)):
+                first = 0
+                while first < prefix.n_tokens and operands[part * stride + first // TL_PAGE_POSITIONS] < 0:  # behind the window, or no such part
+                    first += TL_PAGE_POSITIONS
+                while first < prefix.n_tokens:
+                    self.rebuild_rows(seq, operands, section, first, min(self.max_rows, prefix.n_tokens - first))
+                    first += self.max_rows
+            seq.n_tokens = prefix.n_tokens
+        finally:
+            free(operands)
+        return 0
+
+    cdef int rebuild_rows(self, Sequence seq, const int32_t *operands, int section, int first, int n) except -1:
+        cdef tl_batch batch
+        cdef int i
+        cdef const int32_t *table = seq.table
+        memset(&batch, 0, sizeof(batch))
+        with self._lock:
+            for i in range(n):
+                self._pos[i] = first + i
+            batch.n_rows = n
+            batch.sections = TL_RUN_REBUILD | section
+            batch.loop_end = seq.loops
+            batch.pos = self._pos
+            batch.seq = self._seq
+            batch.page_table = &table
+            batch.operand_table = &operands
+            self.run_locked(&batch)
+        PyErr_CheckSignals()
+        return 0
+
+    cdef KvPrefix with_kv(self, KvPrefix prefix):
+        """The prefix with pages of keys and values, built again where it holds operands."""
+        cdef Sequence seq
+        if prefix.kind == PAGES_KV:
+            return prefix
+        seq = self.new_sequence(prefix.loops, prefix.window)
+        try:
+            self.open(seq, prefix, prefix.n_tokens)
+            return seq.freeze(prefix.final_x, prefix.boundary_x)
+        finally:
+            seq.release()
 
     def logits(self, const int32_t[::1] tokens, int loops, int window, bint last_only):
         """Logits of every position, or of the last, float32 (n, vocab_size)."""

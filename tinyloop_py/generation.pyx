@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -144,8 +143,7 @@ cdef class Generation:
         want.x_in = &final_x[0]
         with self.engine._lock:
             self.engine.run_locked(want)
-        PyErr_CheckSignals()
-        return 0
+        return self.engine.check_signals(self.seq)
 
     cdef int end_prompt(self) except -1:
         """The prompt has run: counts it in the pool, and lets go of what only a start needs."""
@@ -162,7 +160,7 @@ cdef class Generation:
         """A step failed. Whether to try it again, with room made or without the hit; else the generation has ended."""
         if self.make_room(error):
             return True
-        if self.entry is not None and isinstance(error, Exception):
+        if self.entry is not None and isinstance(error, Exception) and not self.seq.interrupted:
             try:
                 self.fall_back()
                 return True

@@ -11,9 +11,9 @@ from .errors import OutOfMemoryError
 # In the order of tl_functions (abi.pxd); a test holds both against the header.
 EXPORTS = (
     "abi_version", "last_error", "usable_cpus", "context_create", "context_get_info", "context_destroy",
-    "matrix_nbytes", "matrix_pack", "plan_create", "plan_destroy", "plan_page_nbytes", "plan_scratch_nbytes",
-    "plan_bind", "plan_enqueue", "plan_n_clamped", "plan_export_page", "plan_import_page", "op_matmul", "op_rms_norm", "op_activation",
-    "op_sample_work_floats", "op_sample", "probe_read",
+    "matrix_nbytes", "matrix_pack", "plan_create", "plan_destroy", "plan_page_nbytes", "plan_row_nbytes",
+    "plan_operand_page_nbytes", "plan_scratch_nbytes", "plan_bind", "plan_enqueue", "plan_n_clamped", "plan_export_page", "plan_import_page",
+    "plan_export_operands", "plan_import_operands", "op_matmul", "op_rms_norm", "op_activation", "op_sample_work_floats", "op_sample", "probe_read",
 )
 
 

@@ -24,7 +24,7 @@ class LoadedModel(PoolClient):
         max_seq_len: int = 2048,
         *,
         device: str = "auto",
-        kv_mode: Literal["fp16", "bf16", "fp32"] | None = None,
+        kv_mode: Literal["fp16", "bf16", "fp32", "int8", "int4", "h"] | None = None,
         threads: int | None = None,
         kv_budget: int | None = None,
     ) -> None: ...
@@ -80,3 +80,4 @@ class LoadedModel(PoolClient):
         run_prompt: bool = True,
     ) -> Generation: ...
     def _check_open(self, method: str) -> None: ...
+    def _fingerprint(self) -> dict[str, Any]: ...

@@ -17,7 +17,8 @@ from .sampling cimport Sampling
 from .tokens cimport as_tokens, c_check_vocab
 
 from .devices import open_context
-from .kv_modes import KV_DTYPES, resolve_kv_mode
+from .fingerprint import fingerprint
+from .kv_modes import KV_DTYPES, check_kv_mode, resolve_kv_mode
 from .model_file import open_model_file
 from .packing import load_weights
 
@@ -39,6 +40,7 @@ cdef class LoadedModel(PoolClient):
             kv_budget = int_argument(kv_budget, "kv_budget", 1, 1 << 50)
         self.path = os.fspath(path)
         self._pools = weakref.WeakSet()
+        self._handles = weakref.WeakSet()
         self._pid = getpid()
         with open_model_file(path) as file:
             PoolClient.__init__(self, file.config.default_loops, file.config.max_loops)
@@ -47,11 +49,16 @@ cdef class LoadedModel(PoolClient):
             self._stop_tokens = frozenset(self.stop_ids)
             self.chat_template = file.chat_template
             self._tokenizer_json = file.tokenizer_json
+            check_kv_mode(self.kv_mode, file.config)
             context, self.device = open_context(device, threads)
             weights = load_weights(context, file)
+            self._weights_id, self._file_id = file.weights_id(), file.file_id
         rows = min(MAX_ROWS if self.device == "cpu" else MAX_ROWS_CUDA, self.max_seq_len)
-        plan = Plan(context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget)
+        plan = Plan(
+            context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget, self.kv_mode == "h"
+        )
         self.nbytes = weights.nbytes
+        plan.store.owner = weakref.ref(self)
         self._engine = Engine(plan, self.config)
         self.closed = False
 
@@ -78,6 +85,8 @@ cdef class LoadedModel(PoolClient):
             return
         for pool in list(self._pools):
             (<PrefixPool>pool)._drop_model(self.model_key)
+        for handle in list(self._handles):
+            handle.close()
         self._engine.close()
 
     cdef int check_open(self, str method) except -1:
@@ -120,6 +129,16 @@ cdef class LoadedModel(PoolClient):
 
             self._tokenizer = Tokenizer.from_str(self._tokenizer_json)
         return self._tokenizer
+
+    def _fingerprint(self):
+        """What saved KV must have in common with this model; fingerprint.py."""
+        self.check_open("save")
+        if self._weights_id is None:  # a file without checksums: its bytes are read once
+            with open_model_file(self.path) as file:
+                if file.file_id != self._file_id:
+                    raise RuntimeError(f"{self.path} has changed since the model was loaded from it, so its weights can't be told apart; reload it")
+                self._weights_id = file.weights_id(True)
+        return fingerprint(self.config, self._weights_id, self.kv_mode, self.numerics_id)
 
     # ---- arguments
 

@@ -6,14 +6,17 @@ from os import PathLike
 from typing import Literal
 
 from .batching import Batching
+from .beam_searching import BeamSearching
 from .caching import PrefixCaching
 from .generating import Generating
 from .loaded_model import LoadedModel
 from .pooling import Pooling
+from .restoring import Restoring
+from .resuming import Resuming
 from .streaming import Streaming
 
 
-class Model(Generating, Streaming, Batching, Pooling, PrefixCaching, LoadedModel):
+class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCaching, Resuming, Restoring, LoadedModel):
     """A looped language model, loaded from a `.tinyloop` file.
 
     A context manager; `close` frees everything. Several threads may call one model: a step is run at a time.
@@ -26,8 +29,9 @@ class Model(Generating, Streaming, Batching, Pooling, PrefixCaching, LoadedModel
         Most tokens of one sequence, prompt and output.
     device : {"auto", "cpu", "cuda", "cuda:N"}
         "auto" is the first CUDA device where one can be used, else the CPU.
-    kv_mode : {"fp16", "bf16", "fp32"}, optional
-        Type that K and V are stored in; None takes it from the environment (`TINYLOOP_KV_*`), else fp16.
+    kv_mode : {"fp16", "bf16", "fp32", "int8", "int4", "h"}, optional
+        How keys and values are held (docs/kv-modes.md); None takes it from the environment (`TINYLOOP_KV_H_MODE`,
+        `TINYLOOP_KV_INT8`, `TINYLOOP_KV_INT4`), else fp16.
     threads : int, optional
         CPU threads, None for the cores that this process may use. The number never changes a result.
     kv_budget : int, optional
@@ -49,7 +53,7 @@ class Model(Generating, Streaming, Batching, Pooling, PrefixCaching, LoadedModel
         max_seq_len: int = 2048,
         *,
         device: str = "auto",
-        kv_mode: Literal["fp16", "bf16", "fp32"] | None = None,
+        kv_mode: Literal["fp16", "bf16", "fp32", "int8", "int4", "h"] | None = None,
         threads: int | None = None,
         kv_budget: int | None = None,
     ) -> None:

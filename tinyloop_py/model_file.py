@@ -18,6 +18,7 @@ import numpy as np
 from .config import ModelConfig
 from .errors import FormatError
 from .file_metadata import HEADER_CRC32, FileMetadata, crc_text, from_text_map, header_crc32
+from .fingerprint import weights_id
 from .layout import SCALE_SUFFIX, layer_names, matrix_shapes, scale_shapes, tensor_shapes
 from .safetensors_header import HeaderEntry, read_header
 from .strict_json import first_of, shown
@@ -48,14 +49,15 @@ def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
         raise FormatError(f"{path}: not a regular file")
     try:
         with open(path, "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            nbytes = status.st_size
             entries, text = read_header(file, nbytes)
             meta = from_text_map(text)
             dtypes = check_tensors(meta, entries)
             if HEADER_CRC32 in text and header_crc32(entries, text, min(e.start for e in entries.values())) != text[HEADER_CRC32]:
                 raise FormatError(f"the header is damaged: its checksum is not {shown(text[HEADER_CRC32])}")
             mapping = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-        opened = ModelFile(path, meta, entries, dtypes, mapping)
+        opened = ModelFile(path, meta, entries, dtypes, mapping, (status.st_dev, status.st_ino, nbytes, status.st_mtime_ns))
         try:
             _check_small_values(opened)
         except BaseException:
@@ -79,7 +81,15 @@ class ModelFile:
         The weights in layout order (int8 scales belong to their weight).
     """
 
-    def __init__(self, path: str, meta: FileMetadata, entries: Mapping[str, HeaderEntry], dtypes: Mapping[str, str], mapping: mmap.mmap) -> None:
+    def __init__(
+        self,
+        path: str,
+        meta: FileMetadata,
+        entries: Mapping[str, HeaderEntry],
+        dtypes: Mapping[str, str],
+        mapping: mmap.mmap,
+        file_id: tuple[int, ...],
+    ) -> None:
         self.path = path
         self.config: ModelConfig = meta.config
         self.tokenizer_json = meta.tokenizer_json
@@ -87,6 +97,7 @@ class ModelFile:
         self.stop_ids = meta.stop_ids
         self.group_size = meta.group_size
         self.nbytes = len(mapping)
+        self.file_id = file_id  # inode, size and time: whether a path still names this file
         self.names = tuple(dtypes)
         self._crc32 = meta.tensor_crc32
         self._entries = entries
@@ -126,6 +137,15 @@ class ModelFile:
                 raise FormatError(f"{self.path}: tensor {name} is damaged: its checksum is not {shown(self._crc32[name])}")
             if name not in self._crc32 and name in self._dtypes and not self.tensor(name).is_finite():
                 raise FormatError(f"{self.path}: tensor {name} holds NaN or infinity")
+
+    def weights_id(self, read: bool = False) -> str | None:
+        """A fingerprint of all weights, from the checksums in the file; where it lacks one, from the bytes if `read`, else None."""
+        sums = dict(self._crc32)
+        if missing := [name for name in self._entries if name not in sums]:
+            if not read:
+                return None
+            sums |= {name: crc_text(zlib.crc32(self._view(name, DTYPE_OF[self._entries[name].dtype]).view(np.uint8).data)) for name in missing}
+        return weights_id(sums, {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}, self.group_size)
 
     def close(self) -> None:
         """Let go of the mapping; it is unmapped when the last tensor taken from it is gone."""

@@ -17,17 +17,20 @@ cdef class PageSpace:
 
 
 cdef class KvStore:
-    cdef readonly tuple spaces         # PageSpace or None of prelude, coda, core
+    cdef readonly tuple spaces         # PageSpace or None of prelude, coda, core; then of their operands
     cdef readonly object budget        # bytes, or None
     cdef readonly bint closed
-    cdef readonly int64_t used_nbytes
+    cdef readonly int64_t used_nbytes  # pages, and hidden rows beside them
     cdef readonly int64_t peak_nbytes
     cdef readonly int64_t reserved_nbytes  # promised to running calls and not taken yet
     cdef object _free_nbytes, _copy
+    cdef public object owner           # called for the model whose store this is; None once that is gone
     cdef public object fault           # called before a page is taken; tests raise from it
 
     cdef int32_t take(self, int part) except -1
     cdef void give(self, int part, int32_t page) noexcept
+    cdef int hold(self, int64_t nbytes) except -1
+    cdef void let_go(self, int64_t nbytes) noexcept
     cpdef int reserve(self, int64_t nbytes) except -1
     cdef void unreserve(self, int64_t nbytes) noexcept
     cdef int64_t page_nbytes(self, int part) noexcept

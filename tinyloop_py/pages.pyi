@@ -23,6 +23,7 @@ class PageSpace:
 @disjoint_base
 class KvStore:
     fault: Callable[[int], Any] | None
+    owner: Callable[[], Any]
     def __init__(
         self, spaces: tuple[PageSpace | None, ...], budget: int | None = None, free_nbytes: Callable[[], int | None] | None = None
     ) -> None: ...

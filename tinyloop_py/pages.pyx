@@ -68,7 +68,7 @@ cdef class KvStore:
     Parameters
     ----------
     spaces
-        The page spaces of prelude, coda and core; None for a part without layers.
+        The page spaces of prelude, coda and core, then, where operands are kept, of their operands; None for a part without layers.
     budget
         Bytes of pages that may be in use or promised at any time; None for what the system gives.
     free_nbytes
@@ -87,6 +87,7 @@ cdef class KvStore:
         self.peak_nbytes = 0
         self.reserved_nbytes = 0
         self.fault = None
+        self.owner = lambda: None
 
     cdef int64_t page_nbytes(self, int part) noexcept:
         space = self.spaces[part]
@@ -132,6 +133,23 @@ cdef class KvStore:
         cdef PageSpace space = self.spaces[part]
         space.give(page)
         self.used_nbytes -= space.page_nbytes
+
+    cdef int hold(self, int64_t nbytes) except -1:
+        """Counts memory that someone keeps beside the pages (hidden rows); OutOfMemoryError where the budget has no room."""
+        if self.closed:
+            raise RuntimeError("the KV cache of a closed model cannot grow")
+        if self.fault is not None:
+            self.fault(-1)
+        self.reserve(nbytes)
+        self.unreserve(nbytes)
+        self.used_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+        return 0
+
+    cdef void let_go(self, int64_t nbytes) noexcept:
+        """The counterpart of `hold`."""
+        if not self.closed:
+            self.used_nbytes -= nbytes
 
     cdef int copy_page(self, int part, int32_t source, int32_t target) except -1:
         """Copies a whole page; both belong to the caller."""

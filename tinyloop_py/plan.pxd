@@ -11,6 +11,7 @@ cdef class Plan:
     cdef tl_plan *handle
     cdef tl_plan_desc desc
     cdef readonly object weights
+    cdef readonly bint keeps_operands
     cdef object _keep                  # rope tables and scratch that the plan points into
 
     cdef int make_store(self, kv_budget) except -1

@@ -10,6 +10,7 @@ from .pages import KvStore
 BLOCK_NORMS: Final[dict[str, int]]
 ACTIVATIONS: Final[dict[str, int]]
 STATE_INITS: Final[dict[str, int]]
+KV_TYPES: Final[dict[str, int]]
 QK_NORMS: Final[dict[str, int]]
 PARTS: Final[tuple[tuple[str, int], ...]]
 
@@ -25,6 +26,7 @@ class Plan:
         max_out: int,
         max_pos: int,
         kv_budget: int | None = None,
+        keep_operands: bool = False,
     ) -> None: ...
     @property
     def context(self) -> Context: ...
@@ -32,6 +34,8 @@ class Plan:
     def store(self) -> KvStore: ...
     @property
     def weights(self) -> Weights: ...
+    @property
+    def keeps_operands(self) -> bool: ...
     @property
     def scratch_nbytes(self) -> int: ...
     @property

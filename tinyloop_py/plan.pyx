@@ -6,7 +6,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from .abi cimport (
-    TL_ACT_GELU, TL_ACT_RELU2, TL_ACT_SILU, TL_INIT_INPUT, TL_INIT_NORMAL, TL_INIT_ZERO, TL_NORM_POST, TL_NORM_PRE, TL_NORM_SANDWICH,
+    TL_ACT_GELU, TL_ACT_RELU2, TL_ACT_SILU, TL_INIT_INPUT, TL_INIT_NORMAL, TL_INIT_ZERO, TL_INT4, TL_NORM_POST, TL_NORM_PRE, TL_NORM_SANDWICH,
     TL_NORM_SUM_SANDWICH, TL_PAGE_POSITIONS, TL_PHASE_ATTEND, TL_PHASE_DOWN, TL_PHASE_EMBED, TL_PHASE_GATE_UP, TL_PHASE_GATED, TL_PHASE_HEAD,
     TL_PHASE_INJECT, TL_PHASE_NORM, TL_PHASE_OUT, TL_PHASE_QKV, TL_PHASE_ROPE, TL_PHASE_SAVE_INPUT, TL_PHASE_STATE_INIT, TL_QK_NORM_FULL,
     TL_QK_NORM_HEAD, TL_QK_NORM_NONE, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE, tl_phase, tl_plan_desc,
@@ -21,6 +21,7 @@ from .rope import rope_tables
 BLOCK_NORMS = {"pre": TL_NORM_PRE, "sandwich": TL_NORM_SANDWICH, "sum_sandwich": TL_NORM_SUM_SANDWICH, "post": TL_NORM_POST}
 ACTIVATIONS = {"silu": TL_ACT_SILU, "gelu": TL_ACT_GELU, "relu2": TL_ACT_RELU2}
 STATE_INITS = {"input": TL_INIT_INPUT, "zero": TL_INIT_ZERO, "normal": TL_INIT_NORMAL}
+KV_TYPES = {**DTYPES, "int4": TL_INT4}
 QK_NORMS = {"none": TL_QK_NORM_NONE, "head": TL_QK_NORM_HEAD, "full": TL_QK_NORM_FULL}
 PARTS = (("prelude", TL_STAGE_PRELUDE), ("core", TL_STAGE_CORE), ("coda", TL_STAGE_CODA))
 
@@ -143,7 +144,7 @@ cdef tl_plan_desc sizes_of(config, str kv_dtype, int max_rows, int max_out, int 
     d.qk_norm = QK_NORMS[config.qk_norm]
     d.rope_interleaved = config.rope_style == "interleaved"
     d.rotary_dim = config.rotary_dim
-    d.kv_dtype = DTYPES[kv_dtype]
+    d.kv_dtype = KV_TYPES[kv_dtype]
     d.max_rows, d.max_out, d.max_pos = max_rows, max_out, max_pos
     d.table_stride = (max_pos + TL_PAGE_POSITIONS - 1) // TL_PAGE_POSITIONS
     return d
@@ -161,9 +162,13 @@ cdef class Plan:
         Rows of a step that may reach the head.
     kv_budget
         See `KvStore`.
+    keep_operands
+        Have pages for the operands of the QKV products too: what an h mode model holds beyond a call.
     """
 
-    def __init__(self, Context context, config, weights, str kv_dtype, int max_rows, int max_out, int max_pos, kv_budget=None):
+    def __init__(
+        self, Context context, config, weights, str kv_dtype, int max_rows, int max_out, int max_pos, kv_budget=None, bint keep_operands=False,
+    ):
         cdef uint64_t nbytes
         cdef _Phases phases = _Phases(config, weights)
         self.context = context
@@ -176,6 +181,7 @@ cdef class Plan:
         self.desc.n_phases = phases.n
         for i, first in enumerate(phases.sections):
             self.desc.section[<int>i] = first
+        self.keeps_operands = keep_operands
         self.make_store(kv_budget)
         context.library.check(context.library.f.plan_create(context.handle, &self.desc, &self.handle), "building the plan")
         self.desc.phases = NULL
@@ -190,20 +196,25 @@ cdef class Plan:
             self.context.library.f.plan_destroy(self.handle)
 
     cdef int make_store(self, kv_budget) except -1:
-        """Reserves addresses for each part's pages: the budget's worth, or as much as the machine has memory."""
+        """Reserves addresses for the pages of each part and kind: the budget's worth, or as much as the machine has memory."""
         cdef uint64_t nbytes
-        cdef int part
+        cdef int i, part
         spaces = []
         n_free = self.context.free_nbytes()
         limit = kv_budget if kv_budget is not None else n_free if n_free is not None else 1 << 36
-        for part in range(3):
+        for i in range(6 if self.keeps_operands else 3):
+            part = i % 3
             if not self.desc.n_layers[part]:
                 spaces.append(None)
                 continue
-            self.context.library.check(self.context.library.f.plan_page_nbytes(&self.desc, part, &nbytes), "sizing KV pages")
+            size = self.context.library.f.plan_page_nbytes if i < 3 else self.context.library.f.plan_operand_page_nbytes
+            self.context.library.check(size(&self.desc, part, &nbytes), "sizing pages")
             nbytes = (nbytes + 63) // 64 * 64
             space = PageSpace(self.context.alloc_range(max(limit, nbytes)), nbytes)
-            self.desc.kv_base[part] = <void *><uintptr_t>space.base
+            if i < 3:
+                self.desc.kv_base[part] = <void *><uintptr_t>space.base
+            else:
+                self.desc.operand_base[part] = <void *><uintptr_t>space.base
             spaces.append(space)
         self.store = KvStore(tuple(spaces), kv_budget, self.context.free_nbytes, self.context.page_copy())
         return 0

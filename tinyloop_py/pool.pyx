@@ -174,6 +174,23 @@ cdef class PrefixPool:
         """What happened since the pool was made, as PoolStats."""
         return PoolStats(**self._counts)
 
+    def save(self, path):
+        """Write all entries into a file that `Model.load_pool` takes back, in another process too.
+
+        Arguments, order of eviction, pins, hits and namespaces are kept; pages that entries share are written once. The file
+        takes its name when it is complete. Calls may go on meanwhile.
+
+        Raises
+        ------
+        ValueError
+            The entries belong to several models.
+        OSError, RuntimeError
+            The file can't be written, or the model was closed.
+        """
+        from .saved_pool import save_pool
+
+        save_pool(self, path)
+
     # What a model calls. A key is PoolClient.pool_key(...); a payload has parts() -> (object, nbytes) pairs, where an object is
     # compared by identity or is an int or str, and an object that several payloads hold is held once.
 

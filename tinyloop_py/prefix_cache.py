@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .atomic_file import PathLike
+from .saved_prefixes import save_prefixes
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -53,6 +56,14 @@ class PrefixCache:
     def close(self) -> None:
         """Let go of the pages; those that no one else holds are free at once. Idempotent."""
         self._prefix = None
+
+    def save(self, path: PathLike) -> None:
+        """Write it into a file that `Model.load_prefix_cache` takes back, in another process too.
+
+        The file takes its name when it is complete. RuntimeError where the cache or its model is closed.
+        """
+        prefix = self._open_for(self._model)
+        save_prefixes(self._model, path, "prefix cache", [(self.tokens, prefix)], [{}], {})
 
     @property
     def closed(self) -> bool:

@@ -19,6 +19,11 @@ cdef inline int part_of(int stage) noexcept:
     return stage if stage < TL_STAGE_CORE else TL_STAGE_CORE
 
 
+cdef inline int space_of(int stage, int kind) noexcept:
+    """Index of the page space: those of keys and values, then those of operands."""
+    return part_of(stage) + 3 * kind
+
+
 cdef inline int pages_for(int n_positions) noexcept:
     return (n_positions + PAGE - 1) // PAGE
 
@@ -26,12 +31,14 @@ cdef inline int pages_for(int n_positions) noexcept:
 @cython.final
 @cython.no_gc_clear  # the store must outlive the pages
 cdef class Span:
-    """A run of pages over all stages of a sequence, taken over from it."""
+    """A run of pages over `n_stages` stages of a sequence from `first_stage` on: all of them, or those that a further depth added."""
 
-    def __cinit__(self, KvStore store, int first_page, int n_pages, int n_stages):
+    def __cinit__(self, KvStore store, int first_page, int n_pages, int n_stages, int kind=PAGES_KV, int first_stage=0):
         self.store = store
+        self.kind = kind
         self.first_page = first_page
         self.n_pages = n_pages
+        self.first_stage = first_stage
         self.n_stages = n_stages
         self.pages = <int32_t *>malloc(max(1, n_stages * n_pages) * sizeof(int32_t))
         if self.pages == NULL:
@@ -44,24 +51,48 @@ cdef class Span:
             return
         for i in range(self.n_stages * self.n_pages):
             if self.pages[i] >= 0:
-                self.store.give(part_of(i // self.n_pages), self.pages[i])
+                self.store.give(space_of(self.first_stage + i // self.n_pages, self.kind), self.pages[i])
         free(self.pages)
 
     cdef int32_t page(self, int stage, int index) noexcept:
-        return self.pages[stage * self.n_pages + index]
+        """The page of a stage, -1 where the span holds none."""
+        cdef int row = stage - self.first_stage
+        return self.pages[row * self.n_pages + index] if 0 <= row < self.n_stages else -1
 
     def held(self):
         """(stage, page, index of the page in the sequence) of every page held."""
         cdef int stage, i
         return [
             (stage, self.page(stage, i), self.first_page + i)
-            for stage in range(self.n_stages) for i in range(self.n_pages) if self.page(stage, i) >= 0
+            for stage in range(self.first_stage, self.first_stage + self.n_stages) for i in range(self.n_pages) if self.page(stage, i) >= 0
         ]
 
 
 @cython.final
 cdef class KvPrefix:
-    """The immutable KV of `n_tokens` tokens run at a depth and window, with its last token's hidden rows."""
+    """The immutable KV of `n_tokens` tokens run at a depth and window, with its last token's hidden rows.
+
+    Its pages hold keys and values; in h mode the operands that they are rebuilt from (`kind`).
+    """
+
+    cdef int fill(self, int32_t *table, int n_stages, int stride) except -1:
+        """Writes the pages that a later position may read into a page table (n_stages, stride), -1 elsewhere; the table borrows them.
+
+        A shared span may hold pages of a windowed stage behind a gap: those are not read any more.
+        """
+        cdef Span span
+        cdef int stage, page, last = pages_for(self.n_tokens)
+        memset(table, 0xff, n_stages * stride * sizeof(int32_t))
+        for span in (*self.spans, *(() if self.tail is None else (self.tail,))):
+            for stage, page, index in span.held():
+                if stage < n_stages:
+                    table[stage * stride + <int>index] = page
+        for stage in range(n_stages):
+            page = last
+            while page > 0 and table[stage * stride + page - 1] >= 0:
+                page -= 1
+            memset(table + stage * stride, 0xff, page * sizeof(int32_t))
+        return 0
 
     def parts(self):
         """((part, nbytes), ...): spans may be shared with other prefixes, the rest is this one's own."""
@@ -85,11 +116,15 @@ cdef class Sequence:
         Pages in a row of the page table, for the longest sequence of the model.
     part_windows
         Of prelude, coda and core: the widest window among the layers, 0 where one is full.
+    kind
+        What its pages hold: keys and values, or operands. In h mode a sequence of the latter goes beside one of the former
+        (`operands`) where what is run shall be held.
     """
 
-    def __cinit__(self, KvStore store, int loops, int window, int stride, tuple part_windows):
+    def __cinit__(self, KvStore store, int loops, int window, int stride, tuple part_windows, int kind=PAGES_KV):
         cdef int part
         self.store = store
+        self.kind = kind
         self.loops = loops
         self.window = window
         self.stride = stride
@@ -115,14 +150,15 @@ cdef class Sequence:
             n = pages_for(n_positions) - self.n_pages
             if self.part_window[part]:
                 n = min(n, pages_for(self.part_window[part] + max_rows) + 1)
-            nbytes += n * self.store.page_nbytes(part)
+            nbytes += n * self.store.page_nbytes(space_of(stage, self.kind))
         self.store.reserve(nbytes)
         self.reserved_nbytes += nbytes
         return 0
 
-    cdef int32_t take(self, int part) except -1:
-        cdef int32_t page = self.store.take(part)
-        cdef int64_t nbytes = self.store.page_nbytes(part)
+    cdef int32_t take(self, int stage) except -1:
+        cdef int space = space_of(stage, self.kind)
+        cdef int32_t page = self.store.take(space)
+        cdef int64_t nbytes = self.store.page_nbytes(space)
         if self.reserved_nbytes >= nbytes:
             self.reserved_nbytes -= nbytes
             self.store.unreserve(nbytes)
@@ -135,8 +171,18 @@ cdef class Sequence:
         for page in range(self.n_pages, last):
             for stage in range(self.n_stages):
                 if self.store.page_nbytes(part_of(stage)) and self.table[stage * self.stride + page] < 0:
-                    self.table[stage * self.stride + page] = self.take(part_of(stage))
+                    self.table[stage * self.stride + page] = self.take(stage)
             self.n_pages = page + 1
+        return 0
+
+    cdef int take_like(self, const int32_t *table, int n_pages) except -1:
+        """Takes pages wherever another table of the same depth and stride has one; an error leaves what was taken so far."""
+        cdef int stage, page
+        for page in range(n_pages):
+            self.n_pages = page + 1
+            for stage in range(self.n_stages):
+                if table[stage * self.stride + page] >= 0:
+                    self.table[stage * self.stride + page] = self.take(stage)
         return 0
 
     cdef int advance(self, int n_positions) except -1:
@@ -147,12 +193,13 @@ cdef class Sequence:
         return 0
 
     cdef void free_behind(self) noexcept:
-        cdef int stage, page, limit, part, behind_all = self.n_pages
+        cdef int stage, page, limit, part, space, behind_all = self.n_pages
         cdef int32_t *row
         cdef int64_t nbytes
         for stage in range(self.n_stages):
             part = part_of(stage)
-            nbytes = self.store.page_nbytes(part)
+            space = space_of(stage, self.kind)
+            nbytes = self.store.page_nbytes(space)
             if not nbytes:
                 continue
             # The next position p = n_tokens reads from p - window + 1 on.
@@ -162,7 +209,7 @@ cdef class Sequence:
             for page in range(limit - 1, self.own_first - 1, -1):
                 if row[page] < 0:
                     break
-                self.store.give(part, row[page])
+                self.store.give(space, row[page])
                 row[page] = -1
                 self.store.reserved_nbytes += nbytes  # the promise to this call stands
                 self.reserved_nbytes += nbytes
@@ -188,15 +235,27 @@ cdef class Sequence:
             del self.spans[0]
 
     cdef int adopt(self, KvPrefix prefix) except -1:
-        """Starts an empty sequence from a prefix's full pages, by reference; takes no memory."""
+        """Starts an empty sequence from a prefix's full pages, by reference; takes no memory. Depths may differ: what both have is taken."""
         cdef Span span
-        cdef int stage
+        cdef int row
         self.spans = list(prefix.spans)
         for span in prefix.spans:
-            for stage in range(self.n_stages):
-                memcpy(self.table + stage * self.stride + span.first_page, span.pages + stage * span.n_pages, span.n_pages * sizeof(int32_t))
+            for row in range(min(span.n_stages, self.n_stages - span.first_stage)):
+                memcpy(
+                    self.table + (span.first_stage + row) * self.stride + span.first_page, span.pages + row * span.n_pages,
+                    span.n_pages * sizeof(int32_t),
+                )
         self.own_first = self.n_pages = prefix.n_tokens // PAGE
         return 0
+
+    cdef Span add_stages(self, int first_stage, int n_stages):
+        """After `adopt`: an empty span beside the full pages, for stages that are still to be run over them."""
+        cdef Span span = Span(self.store, 0, self.own_first, n_stages, self.kind, first_stage)
+        cdef int stage
+        for stage in range(first_stage, first_stage + n_stages):
+            memset(self.table + stage * self.stride, 0xff, self.own_first * sizeof(int32_t))
+        self.spans.append(span)
+        return span
 
     cdef int copy_tail(self, KvPrefix prefix) except -1:
         """After `adopt`: copies the prefix's partly filled page, so that its tokens are all here."""
@@ -205,13 +264,13 @@ cdef class Sequence:
             self.grow(prefix.n_tokens)
             for stage in range(self.n_stages):
                 if prefix.tail.page(stage, 0) >= 0:
-                    self.store.copy_page(part_of(stage), prefix.tail.page(stage, 0), self.table[stage * self.stride + self.own_first])
+                    self.store.copy_page(space_of(stage, self.kind), prefix.tail.page(stage, 0), self.table[stage * self.stride + self.own_first])
         self.n_tokens = prefix.n_tokens
         return 0
 
     cdef Span take_over(self, int first_page, int n_pages):
         """Moves own pages into a span."""
-        cdef Span span = Span(self.store, first_page, n_pages, self.n_stages)
+        cdef Span span = Span(self.store, first_page, n_pages, self.n_stages, self.kind)
         cdef int stage, page
         cdef int32_t *row
         for stage in range(self.n_stages):
@@ -219,9 +278,40 @@ cdef class Sequence:
             for page in range(n_pages):
                 span.pages[stage * n_pages + page] = row[page]
                 if row[page] >= 0:
-                    span.nbytes += self.store.page_nbytes(part_of(stage))
+                    span.nbytes += self.store.page_nbytes(space_of(stage, self.kind))
                 row[page] = -1
         return span
+
+    cdef Sequence fork(self):
+        """Another sequence on the same tokens that refers to the full pages, own ones become shared; takes no memory yet."""
+        cdef int n_full = self.n_tokens // PAGE
+        cdef int stage
+        cdef Span span
+        cdef Sequence other = Sequence(
+            self.store, self.loops, self.window, self.stride, (self.part_window[0], self.part_window[1], self.part_window[2])
+        )
+        if n_full > self.own_first:
+            span = self.take_over(self.own_first, n_full - self.own_first)
+            for stage in range(self.n_stages):
+                memcpy(self.table + stage * self.stride + span.first_page, span.pages + stage * span.n_pages, span.n_pages * sizeof(int32_t))
+            self.spans.append(span)
+            self.own_first = n_full
+        for stage in range(self.n_stages):
+            memcpy(other.table + stage * self.stride, self.table + stage * self.stride, n_full * sizeof(int32_t))
+        other.spans = list(self.spans)
+        other.own_first = other.n_pages = n_full
+        return other
+
+    cdef int copy_last_page(self, Sequence source) except -1:
+        """After `fork`: copies the source's partly filled page, so that its tokens are all here."""
+        cdef int stage, at
+        self.grow(source.n_tokens)
+        for stage in range(self.n_stages):
+            at = stage * self.stride + self.own_first
+            if self.n_pages > self.own_first and source.table[at] >= 0:
+                self.store.copy_page(part_of(stage), source.table[at], self.table[at])
+        self.n_tokens = source.n_tokens
+        return 0
 
     cdef KvPrefix freeze(self, object final_x, object boundary_x):
         """Ends the sequence and gives what it holds as a prefix."""
@@ -236,6 +326,7 @@ cdef class Sequence:
                 spans.append(span)
         prefix.tail = self.take_over(n_full, 1) if self.n_tokens % PAGE else None
         prefix.store = self.store
+        prefix.kind = self.kind
         prefix.n_tokens = self.n_tokens
         prefix.loops = self.loops
         prefix.window = self.window
@@ -247,16 +338,18 @@ cdef class Sequence:
         return prefix
 
     cdef void release(self) noexcept:
-        """Lets go of every page and of the rest of the promise. Idempotent."""
+        """Lets go of every page and of the rest of the promise, its operands' too. Idempotent."""
         cdef int stage, page
         cdef int32_t *row
         for stage in range(self.n_stages):
             row = self.table + stage * self.stride
             for page in range(self.own_first, min(self.n_pages + 1, self.stride)):  # one more: a page that `grow` left half taken
                 if row[page] >= 0:
-                    self.store.give(part_of(stage), row[page])
+                    self.store.give(space_of(stage, self.kind), row[page])
             memset(row, 0xff, self.stride * sizeof(int32_t))
         self.own_first = self.n_pages = 0
         self.spans = []
         self.store.unreserve(self.reserved_nbytes)
         self.reserved_nbytes = 0
+        if self.operands is not None:
+            self.operands.release()

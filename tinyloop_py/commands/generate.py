@@ -61,18 +61,18 @@ def run(args: argparse.Namespace) -> int:
         text = args.prompt if args.prompt is not None else sys.stdin.read()
         prompt, show, finish = (_id_mode if args.ids else _text_mode)(model, text, args.special)
         begin = time.perf_counter()
-        generation = model._start(
+        stream = model.generate_stream(
             prompt, args.max_tokens, args.loops, args.temperature, args.top_k, args.window, top_p=args.top_p, min_p=args.min_p,
             repetition_penalty=args.repetition_penalty, seed=args.seed,
         )  # fmt: skip
         first = time.perf_counter()
         n = 0
-        for n, token in enumerate(generation, 1):  # noqa: B007
+        for n, token in enumerate(stream, 1):  # noqa: B007
             print(show(token), end="", flush=True)
         print(finish(), flush=True)
         seconds = time.perf_counter() - first
         rate = f", {(n - 1) / seconds:.0f} tokens/s" if n > 1 else ""
-        print(f"{len(prompt)} + {n} tokens, first after {1e3 * (first - begin):.1f} ms{rate}; {generation.finish_reason}", file=sys.stderr)
+        print(f"{len(prompt)} + {n} tokens, first after {1e3 * (first - begin):.1f} ms{rate}; {stream.finish_reason}", file=sys.stderr)
     return 0
 
 
@@ -91,5 +91,5 @@ def _text_mode(model: Any, text: str, special: bool) -> tuple[list[int], Callabl
     prompt = model.tokenizer.encode(text).ids
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word")
-    stream = TextDecoder(model.tokenizer, skip_special_tokens=not special)
-    return prompt, stream.push, stream.flush
+    decoder = TextDecoder(model.tokenizer, skip_special_tokens=not special, context=prompt[-8:])
+    return prompt, decoder.push, decoder.flush

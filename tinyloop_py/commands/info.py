@@ -9,9 +9,8 @@ import math
 from typing import Any
 
 from ..config import ModelConfig
+from ..kv_modes import KV_DTYPES, has_kv_mode, kv_nbytes_per_token
 from ..model_file import ModelFile, open_model_file
-
-KV_ELEMENT_NBYTES = 2  # fp16, the default mode
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,6 +54,7 @@ def file_facts(file: ModelFile) -> dict[str, Any]:
         "weights": weights,
         "group_size": file.group_size,
         "kv_fp16_nbytes_per_token": {str(loops): kv_nbytes_per_token(config, loops) for loops in _depths(config)},
+        "kv_nbytes_per_token_by_mode": _kv_by_mode(config, max(weights, key=lambda dtype: weights[dtype]["parameters"]).lower()),
         "tokenizer_vocab": None if tokenizer is None else tokenizer.get_vocab_size(with_added_tokens=True),
         "chat_template": file.chat_template is not None,
         "stop_ids": {str(i): None if tokenizer is None else tokenizer.id_to_token(i) for i in file.stop_ids},
@@ -62,10 +62,9 @@ def file_facts(file: ModelFile) -> dict[str, Any]:
     }
 
 
-def kv_nbytes_per_token(config: ModelConfig, loops: int) -> int:
-    """Bytes that keys and values of one token take in fp16 at a depth: a slot for every layer run."""
-    n_layers_run = config.n_prelude + loops * config.n_core + config.n_coda
-    return 2 * n_layers_run * config.kv_dim * KV_ELEMENT_NBYTES
+def _kv_by_mode(config: ModelConfig, matrices: str) -> dict[str, int]:
+    """Bytes of a token at the default depth in every KV mode that the model can have; of h, what is held."""
+    return {m: kv_nbytes_per_token(config, config.default_loops, m, matrices) for m in KV_DTYPES if has_kv_mode(m, config)}
 
 
 def human_bytes(n: float) -> str:
@@ -101,6 +100,9 @@ def _lines(facts: dict[str, Any], verified: bool) -> list[str]:
     for loops, nbytes in facts["kv_fp16_nbytes_per_token"].items():
         note = " (default)" if int(loops) == c["default_loops"] else ""
         lines.append(f"  {loops:>6}  {nbytes:>12,}  {human_bytes(nbytes)}{note}")
+    lines += ["", "KV bytes of a token by mode, at the default depth"]
+    for mode, nbytes in facts["kv_nbytes_per_token_by_mode"].items():
+        lines.append(f"  {mode:>6}  {nbytes:>12,}  {human_bytes(nbytes)}{' (of what is held)' if mode == 'h' else ''}")
     defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
     lines += ["", "config"]
     for name, value in c.items():

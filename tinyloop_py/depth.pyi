@@ -1,0 +1,8 @@
+from typing_extensions import Self, disjoint_base
+
+from .engine import Engine
+from .sequence import KvPrefix
+
+@disjoint_base
+class _Further:
+    def __new__(cls, engine: Engine, base: KvPrefix, loops: int) -> Self: ...

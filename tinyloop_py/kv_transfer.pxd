@@ -1,0 +1,7 @@
+from .engine cimport Engine
+from .sequence cimport Span
+
+
+cdef dict canonical_page(Engine engine, int stage)
+cdef int export_pages(Engine engine, Span span, int stage, int first, list arrays) except -1
+cdef int import_pages(Engine engine, Span span, int stage, int first, list arrays) except -1

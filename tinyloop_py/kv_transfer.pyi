@@ -1,0 +1,1 @@
+CANONICAL: dict[int, tuple[str, int]]

@@ -1,0 +1,16 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .atomic_file import PathLike
+from .loaded_model import LoadedModel
+from .saved_contents import Contents
+from .sequence import KvPrefix
+
+_Prefix = tuple[npt.NDArray[np.int32], KvPrefix]
+
+def save_prefixes(
+    model: LoadedModel | None, path: PathLike, kind: str, prefixes: list[_Prefix], places: list[dict[str, Any]], pool: dict[str, Any]
+) -> None: ...
+def load_prefixes(model: LoadedModel, path: PathLike, kind: str, rebuild: bool) -> tuple[Contents, list[_Prefix]]: ...
