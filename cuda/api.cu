@@ -41,6 +41,22 @@ tl_status guarded(Body body) {
   }
 }
 
+constexpr const char *kNoOperands = "operand pages are not there on CUDA";
+
+// What the contract has and CUDA has not: NULL, or which it is.
+const char *missing_of(const tl_plan_desc &d) {
+  if (d.kv_dtype == TL_INT8 || d.kv_dtype == TL_INT4) return "keys and values of TL_INT8 and TL_INT4 are not there on CUDA";
+  if (d.operand_base[0] || d.operand_base[1] || d.operand_base[2]) return kNoOperands;
+  return nullptr;
+}
+
+const char *missing_of(const tl_batch &b) {
+  if (b.operand_table || (b.sections & TL_RUN_REBUILD)) return "operand pages and TL_RUN_REBUILD are not there on CUDA";
+  if (b.x_out || b.e_out || b.e_in) return "tl_batch.x_out, e_out and e_in are not there on CUDA";
+  if (b.sections != TL_RUN_HEAD && !(b.sections & TL_RUN_PRELUDE)) return "rows that start behind the prelude are not there on CUDA";
+  return nullptr;
+}
+
 // The products of the tests, along the same paths as a plan's.
 void matmul(tl_context &c, const tl_matmul_args &a, cudaStream_t stream) {
   using namespace tl;
@@ -79,6 +95,8 @@ void matmul(tl_context &c, const tl_matmul_args &a, cudaStream_t stream) {
   if (!(condition)) return fail(TL_ERR_INVALID, text)
 #define TL_CHECK(call) \
   if (const char *tl_what = (call)) return fail(TL_ERR_INVALID, tl_what)
+#define TL_HAVE(thing) \
+  if (const char *tl_what = missing_of(thing)) return fail(TL_ERR_UNSUPPORTED, tl_what)
 
 namespace {
 
@@ -156,6 +174,7 @@ tl_status tl_plan_create(tl_context *context, const tl_plan_desc *desc, tl_plan 
   return guarded([&]() -> tl_status {
     TL_REQUIRE(context && desc && out, "a pointer is NULL");
     TL_CHECK(tl::check_plan(*desc));
+    TL_HAVE(*desc);
     *out = new tl_plan(*context, *desc);
     return TL_OK;
   });
@@ -169,8 +188,23 @@ tl_status tl_plan_destroy(tl_plan *plan) {
 tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes) {
   TL_REQUIRE(desc && nbytes && part >= 0 && part < 3, "a pointer is NULL or the part is unknown");
   TL_CHECK(tl::check_sizes(*desc));
+  TL_HAVE(*desc);
   *nbytes = tl::page_nbytes(*desc, part);
   return TL_OK;
+}
+
+tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uint64_t *value_nbytes) {
+  TL_REQUIRE(desc && key_nbytes && value_nbytes, "a pointer is NULL");
+  TL_CHECK(tl::check_sizes(*desc));
+  TL_HAVE(*desc);
+  *key_nbytes = *value_nbytes = (uint64_t)desc->head_dim * tl::kv_element_nbytes(desc->kv_dtype);
+  return TL_OK;
+}
+
+tl_status tl_plan_operand_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes) {
+  TL_REQUIRE(desc && nbytes && part >= 0 && part < 3, "a pointer is NULL or the part is unknown");
+  TL_CHECK(tl::check_sizes(*desc));
+  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
 }
 
 tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes) {
@@ -189,6 +223,7 @@ tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *stream) {
   return guarded([&]() -> tl_status {
     TL_REQUIRE(plan && batch && plan->memory, "a pointer is NULL, or the plan has no scratch memory yet");
     TL_CHECK(tl::check_batch(plan->desc, *batch));
+    TL_HAVE(*batch);
     tl::use_device(plan->context);
     tl::enqueue_batch(*plan, *batch, (cudaStream_t)stream);
     return TL_OK;
@@ -210,6 +245,16 @@ tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *k
 
 tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *stream) {
   return convert_page(plan, part, page, (void *)keys, (void *)values, true, stream);
+}
+
+tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *) {
+  TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
+  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
+}
+
+tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *) {
+  TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
+  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
 }
 
 tl_status tl_op_matmul(tl_context *context, const tl_matmul_args *args, void *stream) {

@@ -1,11 +1,12 @@
 """Running batches on a CUDA device: their arrays go over in one copy, what they ask for comes back before `run` returns."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from .abi cimport TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
+from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
 from .cuda_context cimport CudaContext
 from .cuda_stepper cimport CudaStepper, Lane
+from .library cimport Library
 from .memory cimport Buffer
 from .plan cimport Plan
 from .runner cimport Runner, Stepper
@@ -32,6 +33,7 @@ cdef class CudaRunner(Runner):
 
     def __init__(self, Plan plan, lock):
         Runner.__init__(self, plan)
+        self.keeps_hidden_rows = False
         self.device = (<CudaContext>plan.context).device
         self.lock = lock
         self._copied = self.device.make_event()
@@ -48,7 +50,7 @@ cdef class CudaRunner(Runner):
         self._lanes = None
         self.device.wait("the last steps")
         self.device.drop_event(self._copied)
-        self._staging = self._inputs = self._outputs = None
+        self._staging = self._inputs = self._outputs = self._transit = None
 
     # ---- a batch
 
@@ -166,17 +168,47 @@ cdef class CudaRunner(Runner):
 
     # ---- pages
 
-    cdef int read_page(self, int part, int32_t page, void *keys, void *values, int64_t nbytes) except -1:
-        cdef Buffer both = DeviceBuffer(self.device, 2 * padded(nbytes), "a KV page on its way")
-        cdef uintptr_t second = both.pointer + padded(nbytes)
+    cdef uintptr_t transit(self) except 0:
+        """Device memory that a page passes through: keys, and values behind them."""
+        cdef uint64_t key_nbytes, value_nbytes
+        cdef int part, layers = 0
+        cdef Library library = self.plan.context.library
+        if self._transit is None:
+            for part in range(3):
+                layers = max(layers, self.plan.desc.n_layers[part])
+            library.check(library.f.plan_row_nbytes(&self.plan.desc, &key_nbytes, &value_nbytes), "sizing KV rows")
+            self._page_row_nbytes = key_nbytes  # of float types, which CUDA has, keys and values are alike
+            self._transit = DeviceBuffer(self.device, 2 * padded(self.half_nbytes(layers)), "a KV page on its way")
+        return self._transit.pointer
+
+    cdef int64_t half_nbytes(self, int n_layers) noexcept:
+        """Bytes of the keys of a page with so many layers."""
+        return <int64_t>n_layers * self.plan.desc.n_kv_heads * TL_PAGE_POSITIONS * self._page_row_nbytes
+
+    cdef int read_page(self, int part, int32_t page, void *keys, void *values) except -1:
+        cdef uintptr_t first = self.transit()
+        cdef int64_t nbytes = self.half_nbytes(self.plan.desc.n_layers[part])
+        cdef uintptr_t second = first + padded(nbytes)
         self.plan.context.library.check(
-            self.plan.context.library.f.plan_export_page(
-                self.plan.handle, part, page, <void *>both.pointer, <void *>second, self.plan.context.stream
-            ), "reading a KV page"
+            self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, <void *>first, <void *>second, self.plan.context.stream),
+            "reading a KV page",
         )
-        self.device.copy(<uintptr_t>keys, both.pointer, nbytes)
+        self.device.copy(<uintptr_t>keys, first, nbytes)
         self.device.copy(<uintptr_t>values, second, nbytes)
         self.device.wait("reading a KV page")
+        return 0
+
+    cdef int write_page(self, int part, int32_t page, const void *keys, const void *values) except -1:
+        cdef uintptr_t first = self.transit()
+        cdef int64_t nbytes = self.half_nbytes(self.plan.desc.n_layers[part])
+        cdef uintptr_t second = first + padded(nbytes)
+        self.device.copy(first, <uintptr_t>keys, nbytes)
+        self.device.copy(second, <uintptr_t>values, nbytes)
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_import_page(self.plan.handle, part, page, <void *>first, <void *>second, self.plan.context.stream),
+            "writing a KV page",
+        )
+        self.device.wait("writing a KV page")
         return 0
 
     # ---- sequences that step by themselves

@@ -9,7 +9,7 @@ from functools import cache
 from .context import ISAS, Context
 from .cuda_context import CudaContext
 from .library import Library
-from .native import library_path, require_library
+from .native import require_library
 
 
 def _cpu_context(threads: int | None) -> Context:
@@ -24,15 +24,26 @@ def _cuda_context(ordinal: int) -> Context:
     return CudaContext(Library(require_library("cuda")), ordinal)
 
 
+AUTO_VARIABLE = "TINYLOOP_CUDA_AUTO"  # experimental: has "auto" take CUDA where it can be used
+
+
+def _auto_takes_cuda() -> bool:
+    value = os.environ.get(AUTO_VARIABLE, "").strip().lower()
+    if value not in ("", "0", "false", "off", "1", "true", "on"):
+        raise ValueError(f"the environment variable {AUTO_VARIABLE} is {os.environ[AUTO_VARIABLE]!r}, expected 1, true or on; or 0, false, off or nothing")
+    return value in ("1", "true", "on")
+
+
 @cache
 def _say_once(reason: str) -> None:
-    warnings.warn(f"device='auto' takes the CPU, since CUDA cannot be used: {reason}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"{AUTO_VARIABLE} is on, and device='auto' takes the CPU, since CUDA cannot be used: {reason}", RuntimeWarning, stacklevel=2)
 
 
 def open_context(device: str, threads: int | None) -> tuple[Context, str]:
     """A backend for "auto", "cpu", "cuda" or "cuda:N", and the device's name.
 
-    "auto" is the first CUDA device, and the CPU where none can be used; where libtinyloop.so was built, a warning says why, once.
+    "auto" is the CPU. With TINYLOOP_CUDA_AUTO on, it is the first CUDA device; where none can be used, the CPU, and a warning
+    says why, once.
 
     Raises
     ------
@@ -48,7 +59,7 @@ def open_context(device: str, threads: int | None) -> tuple[Context, str]:
         raise ValueError(f"device is {device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cuda":
         return _cuda_context(int(ordinal or 0)), f"cuda:{int(ordinal or 0)}"
-    if kind == "auto" and library_path("cuda").is_file():
+    if kind == "auto" and _auto_takes_cuda():
         try:
             return _cuda_context(0), "cuda:0"
         except RuntimeError as error:

@@ -200,7 +200,7 @@ cdef class Generation:
                 return False
         self._drawn = self.stepper.next()
         self._has_drawn = True
-        PyErr_CheckSignals()
+        self.engine.check_signals(self.seq)
         return True
 
     cdef void end_ahead(self) noexcept:

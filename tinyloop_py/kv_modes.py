@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from .config import ModelConfig
 
 KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "int8": "int8", "int4": "int4", "h": "f16"}  # mode -> type of a stored value
+CUDA_MODES = ("fp16", "bf16", "fp32")
 VARIABLES = {"h": "TINYLOOP_KV_H_MODE", "int8": "TINYLOOP_KV_INT8", "int4": "TINYLOOP_KV_INT4"}
 _OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on")
 _GROUP = 32  # TL_KV_GROUP, dimensions that share a scale and a zero of int4 values; and TL_INT8_GROUP
@@ -47,8 +48,10 @@ def has_kv_mode(mode: str, config: ModelConfig) -> bool:
     return mode != "h" or 2 * config.kv_dim > config.dim
 
 
-def check_kv_mode(mode: str, config: ModelConfig) -> None:
-    """ValueError where a model cannot have a mode."""
+def check_kv_mode(mode: str, config: ModelConfig, device: str = "cpu") -> None:
+    """ValueError where a model cannot have a mode, or its device ("cpu", "cuda:0") has not."""
+    if device != "cpu" and mode not in CUDA_MODES:
+        raise ValueError(f"the KV mode {mode} is not there on CUDA yet; take {', '.join(CUDA_MODES)}, or device='cpu'")
     if not has_kv_mode(mode, config):
         raise ValueError(
             f"the KV mode h keeps the {config.dim} values of a layer's input in place of its {2 * config.kv_dim} of keys and values, which is not "

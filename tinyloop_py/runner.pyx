@@ -3,7 +3,7 @@
 The host's runner is here; cuda_runner.pyx has CUDA's.
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t
 
 from .abi cimport tl_batch, tl_status
 from .plan cimport Plan
@@ -16,6 +16,7 @@ cdef class Runner:
 
     def __init__(self, Plan plan):
         self.plan = plan
+        self.keeps_hidden_rows = True
 
     cdef int run(self, tl_batch *batch) except -1:
         """Runs a batch of host arrays; what it asks for is there on return. The engine's lock is held."""
@@ -25,11 +26,36 @@ cdef class Runner:
         self.plan.context.library.check(status, "running the model")
         return 0
 
-    cdef int read_page(self, int part, int32_t page, void *keys, void *values, int64_t nbytes) except -1:
-        """The `nbytes` of keys, and of values, of a page in the canonical layout. The engine's lock is held."""
-        self.plan.context.library.check(
-            self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, keys, values, NULL), "reading a KV page"
-        )
+    cdef int read_page(self, int part, int32_t page, void *keys, void *values) except -1:
+        """Keys and values of a page in the canonical layout. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, keys, values, NULL)
+        self.plan.context.library.check(status, "reading a KV page")
+        return 0
+
+    cdef int write_page(self, int part, int32_t page, const void *keys, const void *values) except -1:
+        """Fills a page from the canonical layout. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_import_page(self.plan.handle, part, page, keys, values, NULL)
+        self.plan.context.library.check(status, "writing a KV page")
+        return 0
+
+    cdef int read_operands(self, int part, int32_t page, void *operands) except -1:
+        """A page of operands in the canonical layout. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_export_operands(self.plan.handle, part, page, operands, NULL)
+        self.plan.context.library.check(status, "reading a page of operands")
+        return 0
+
+    cdef int write_operands(self, int part, int32_t page, const void *operands) except -1:
+        """Fills a page of operands. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_import_operands(self.plan.handle, part, page, operands, NULL)
+        self.plan.context.library.check(status, "writing a page of operands")
         return 0
 
     cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
