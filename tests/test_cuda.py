@@ -3,20 +3,27 @@
 Counters of allocations and graphs are the emulator's (TINYLOOP_TEST_BACKENDS=cuda-emulated); the rest holds on a GPU as well.
 """
 
+import ctypes
 import gc
 import sys
+import warnings
+from ctypes import byref
 from pathlib import Path
 
 import emulated_cuda
 import numpy as np
 import pytest
+from contract import CONSTANTS as C
+from contract import load
 from models import CONFIGS, random_tokens
-from runtime import backends, kv_of, open_model, same_bits, same_kv
+from runtime import backends, kv_of, model_file, open_model, same_bits, same_kv
+from test_native_contract import Tiny, changed
 from tolerances import TOLERANCES
 
 import tinyloop_py as tl
 from tinyloop_py import devices
 from tinyloop_py.lockstep import step_generations
+from tinyloop_py.native import library_path
 
 pytestmark = pytest.mark.skipif("cuda" not in backends(), reason="no CUDA device, and TINYLOOP_TEST_BACKENDS does not name cuda-emulated")
 PROMPT = random_tokens(CONFIGS["shipped"], 40)
@@ -200,6 +207,50 @@ def test_greedy_tokens_of_the_model_in_the_package_are_those_of_the_cpu():
         assert_same_choices(gpu, cpu, [tokens[s : s + 20 + n] for n, s in enumerate(starts)], 64, None)
 
 
+# ---- what is not there
+
+
+@pytest.mark.parametrize("kv_mode", ["int8", "int4", "h"])
+def test_kv_modes_that_are_not_there_are_named(kv_mode):
+    with pytest.raises(ValueError, match=rf"KV mode {kv_mode} is not there on CUDA.*fp16, bf16, fp32.*device='cpu'"):
+        tl.Model(model_file("ouro"), 64, device="cuda", kv_mode=kv_mode)
+
+
+def test_resume_handles_are_not_there():
+    with open_model("cuda", "shipped", "bf16") as model:
+        with pytest.raises(RuntimeError, match=r"resume handles are not there on 'cuda:0' yet.*device='cpu'"):
+            model.build_resume_handle(PROMPT, 2)
+        assert model.kv_nbytes == 0 and model._engine.plan.store.reserved_nbytes == 0
+
+
+def test_the_library_names_what_it_lacks(emulated):
+    tiny = Tiny(load(library_path("cuda")))  # host memory is the emulator's memory
+    array, out, rows = np.zeros(64, np.float32).ctypes.data, ctypes.c_uint64(), (ctypes.c_uint64(), ctypes.c_uint64())
+
+    def lacks(text, name, *arguments):
+        assert getattr(tiny.lib, name)(*arguments) == C["TL_ERR_UNSUPPORTED"], name
+        assert text in tiny.lib.tl_last_error().decode()
+
+    assert tiny.lib.tl_plan_row_nbytes(byref(tiny.desc), *map(byref, rows)) == C["TL_OK"] and [n.value for n in rows] == [16, 16]
+    for kind in ("TL_INT8", "TL_INT4"):
+        desc = changed(tiny.desc, kv_dtype=C[kind])
+        lacks(kind, "tl_plan_page_nbytes", byref(desc), 0, byref(out))
+        lacks(kind, "tl_plan_row_nbytes", byref(desc), *map(byref, rows))
+        lacks(kind, "tl_plan_create", tiny.cpu.handle, byref(desc), byref(ctypes.c_void_p()))
+    operands = changed(tiny.desc, operand_base=(ctypes.c_void_p * 3)(array, array, array))
+    lacks("operand pages", "tl_plan_create", tiny.cpu.handle, byref(operands), byref(ctypes.c_void_p()))
+    lacks("operand pages", "tl_plan_operand_page_nbytes", byref(tiny.desc), 0, byref(out))
+    lacks("operand pages", "tl_plan_export_operands", tiny.plan, 0, 0, array, None)
+    lacks("operand pages", "tl_plan_import_operands", tiny.plan, 0, 0, array, None)
+    for fields, text in (
+        ({"x_out": array}, "x_out"),
+        ({"e_out": array}, "e_out"),
+        ({"e_in": array}, "e_in"),
+        ({"sections": C["TL_RUN_CORE"] | C["TL_RUN_HEAD"], "x_in": array}, "behind the prelude"),
+    ):
+        lacks(text, "tl_plan_enqueue", tiny.plan, byref(changed(tiny.batch, **fields)), None)
+
+
 # ---- errors of opening
 
 
@@ -213,7 +264,11 @@ def test_a_driver_that_cannot_be_used_is_named(emulated, monkeypatch, status, ve
     monkeypatch.setattr(runtime, "cudaDriverGetVersion", lambda: (0, version))
     with pytest.raises(RuntimeError, match=text):
         open_model("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_model("auto").close()
     devices._say_once.cache_clear()
+    monkeypatch.setenv(devices.AUTO_VARIABLE, "on")
     with pytest.warns(RuntimeWarning, match=text), open_model("auto") as model:
         assert model.device == "cpu"
 
@@ -223,7 +278,11 @@ def test_a_device_that_is_not_there_is_named():
         open_model("cuda:99")
 
 
-def test_auto_is_the_first_device():
+def test_auto_is_the_first_device_where_the_environment_asks_for_it(monkeypatch):
+    monkeypatch.delenv(devices.AUTO_VARIABLE, raising=False)
+    with open_model("auto") as model:
+        assert model.device == "cpu"
+    monkeypatch.setenv(devices.AUTO_VARIABLE, "1")
     with open_model("auto") as model:
         assert model.device == "cuda:0"
         assert model.numerics_id.startswith("cuda-sm")

@@ -18,11 +18,16 @@ TESTS = (
     "test_cuda.py::test_out_of_memory_says_what_was_asked_and_loses_nothing",
     "test_cuda.py::test_a_driver_that_cannot_be_used_is_named",
     "test_cuda.py::test_a_device_that_is_not_there_is_named",
-    "test_cuda.py::test_auto_is_the_first_device",
+    "test_cuda.py::test_auto_is_the_first_device_where_the_environment_asks_for_it",
+    "test_cuda.py::test_kv_modes_that_are_not_there_are_named",
+    "test_cuda.py::test_resume_handles_are_not_there",
+    "test_cuda.py::test_the_library_names_what_it_lacks",
     "test_cuda.py::test_an_error_that_sticks_says_so",
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[qwen2-bf16-None-bf16]",
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[ouro-f16-None-fp16]",
     "test_backend_reference.py::test_fp32_logits_of_every_config[cuda-loop_bare]",
+    "test_beam_search.py::test_against_the_reference[cuda-2-1.0]",
+    "test_persistence.py::test_a_cache_comes_back_with_its_bits[cuda-shipped-bf16]",
 )
 
 
