@@ -7,7 +7,6 @@ from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE, tl_batch, tl_sampling, tl_st
 from .cuda_context cimport CudaContext
 from .cuda_stepper cimport CudaStepper, Lane
 from .library cimport Library
-from .memory cimport Buffer
 from .plan cimport Plan
 from .runner cimport Runner, Stepper
 from .sampling cimport Sampling

@@ -8,6 +8,7 @@ from functools import cache
 
 from .context import ISAS, Context
 from .cuda_context import CudaContext
+from .environment import is_on
 from .library import Library
 from .native import require_library
 
@@ -25,13 +26,6 @@ def _cuda_context(ordinal: int) -> Context:
 
 
 AUTO_VARIABLE = "TINYLOOP_CUDA_AUTO"  # experimental: has "auto" take CUDA where it can be used
-
-
-def _auto_takes_cuda() -> bool:
-    value = os.environ.get(AUTO_VARIABLE, "").strip().lower()
-    if value not in ("", "0", "false", "off", "1", "true", "on"):
-        raise ValueError(f"the environment variable {AUTO_VARIABLE} is {os.environ[AUTO_VARIABLE]!r}, expected 1, true or on; or 0, false, off or nothing")
-    return value in ("1", "true", "on")
 
 
 @cache
@@ -59,7 +53,7 @@ def open_context(device: str, threads: int | None) -> tuple[Context, str]:
         raise ValueError(f"device is {device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cuda":
         return _cuda_context(int(ordinal or 0)), f"cuda:{int(ordinal or 0)}"
-    if kind == "auto" and _auto_takes_cuda():
+    if kind == "auto" and is_on(AUTO_VARIABLE):
         try:
             return _cuda_context(0), "cuda:0"
         except RuntimeError as error:

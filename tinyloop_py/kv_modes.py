@@ -6,19 +6,12 @@ import os
 from collections.abc import Mapping
 
 from .config import ModelConfig
+from .environment import is_on
 
 KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "int8": "int8", "int4": "int4", "h": "f16"}  # mode -> type of a stored value
 CUDA_MODES = ("fp16", "bf16", "fp32")
 VARIABLES = {"h": "TINYLOOP_KV_H_MODE", "int8": "TINYLOOP_KV_INT8", "int4": "TINYLOOP_KV_INT4"}
-_OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on")
 _GROUP = 32  # TL_KV_GROUP, dimensions that share a scale and a zero of int4 values; and TL_INT8_GROUP
-
-
-def _is_on(name: str, environ: Mapping[str, str]) -> bool:
-    value = environ.get(name, "").strip().lower()
-    if value not in _OFF + _ON:
-        raise ValueError(f"the environment variable {name} is {environ[name]!r}, expected 1, true or on; or 0, false, off or nothing")
-    return value in _ON
 
 
 def resolve_kv_mode(kv_mode: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -29,7 +22,7 @@ def resolve_kv_mode(kv_mode: str | None, environ: Mapping[str, str] = os.environ
     TypeError, ValueError
         An unknown mode, a variable that is neither on nor off, or two modes at once.
     """
-    asked = [mode for mode, name in VARIABLES.items() if _is_on(name, environ)]
+    asked = [mode for mode, name in VARIABLES.items() if is_on(name, environ)]
     if kv_mode is not None:
         if not isinstance(kv_mode, str):
             raise TypeError(f"kv_mode must be a str or None, got {type(kv_mode).__name__}")
