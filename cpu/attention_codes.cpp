@@ -98,7 +98,7 @@ static void soften(const AttendChunk *c, const KvLayout &a, int query, const flo
     const OperandScale scale = operand_scale(hmax(top) + hsum(bad));
     vi sum = set1_int(0);
     for (int p = 0; p < 4; p++) {
-      const vi operands = nearest(mul(y[p], set1(scale.inverse)));
+      const vi operands = operands_of(y[p], scale);
       split_operands(operands, w.words[g] + p * kLanes / 2);
       if (Bits == 8) sum = add(sum, operands);
     }

@@ -91,6 +91,9 @@ TL_INLINE OperandScale operand_scale(float top) {
   return {top * (1.0f / kOperandMax), top >= kLeast ? (float)kOperandMax / top : 0.0f};
 }
 
+// Operands of values; a NaN's is as good as any, since its scale is NaN.
+TL_INLINE vi operands_of(vf x, OperandScale s) { return nearest(max(mul(x, set1(s.inverse)), set1((float)-kOperandMax))); }
+
 // A query in its row of q: words, then their scale, then the sum of the operands. It fits, since head_pad is 16 or more.
 struct QueryOperands {
   uint32_t *words;

@@ -38,7 +38,7 @@ static CodeScale quantise_int4(int n, const float *x, uint8_t *codes) {
   for (int i = 0; i * kLanes < n; i++) {
     int32_t t[kLanes];
     const vf code = mul(sub(v[i], set1(from_bf16(z))), set1(inverse));
-    store(t, nearest(min(set1(15.0f), max(zero(), code))));
+    store(t, nearest(min(set1(15.0f), max(code, zero()))));
     for (int j = 0; j < kLanes && i * kLanes + j < n; j++) codes[i * kLanes + j] = (uint8_t)(t[j] & 15);
   }
   return {s, z};
@@ -56,7 +56,7 @@ static CodeScale quantise_int8(int n, const float *x, uint8_t *codes) {
   const float scale = from_bf16(s), inverse = scale >= kLeastScale ? 1.0f / scale : 0.0f;
   for (int i = 0; i < n; i += kLanes) {
     int32_t t[kLanes];
-    store(t, nearest(min(set1(127.0f), max(set1(-127.0f), mul(load_part(x + i, n - i), set1(inverse))))));
+    store(t, nearest(min(set1(127.0f), max(mul(load_part(x + i, n - i), set1(inverse)), set1(-127.0f)))));
     for (int j = 0; j < kLanes && i + j < n; j++) codes[i + j] = (uint8_t)(t[j] + 128);
   }
   return {s, 0};
@@ -104,7 +104,7 @@ void operand_q(int head_dim, float *q) {
   const QueryOperands out = query_operands(q, pad);
   vi sum = set1_int(0);
   for (int i = 0; i * kLanes < pad; i++) {
-    const vi operands = nearest(mul(x[i], set1(s.inverse)));
+    const vi operands = operands_of(x[i], s);
     split_operands(operands, out.words + i * kLanes / 2);
     sum = add(sum, operands);
   }

@@ -402,8 +402,8 @@ PHASES = [
 BATCHES = [
     ({"n_rows": 5}, "n_rows"), ({"n_rows": -1}, "n_rows"), ({"n_rows": 0}, "no rows"),
     ({"n_out": 3}, "n_out"), ({"n_out": -1}, "n_out"), ({"sections": 0}, "sections"),
-    ({"sections": 32}, "sections"), ({"sections": 16}, "sections"), ({"sections": 17}, "rebuild"),
-    ({"window": -1}, "window"), ({"loop_end": -1}, "loop"), ({"loop_begin": -1}, "loop"), ({"token": None}, "rows"),
+    ({"sections": 32}, "sections"), ({"sections": 16}, "sections"), ({"sections": 17}, "rebuild"), ({"window": -1}, "window"),
+    ({"loop_end": -1}, "loop"), ({"loop_begin": -1}, "loop"), ({"token": None}, "rows"),
     ({"pos": None}, "rows"), ({"seq": None}, "rows"),
     ({"page_table": None}, "rows"), ({"out_row": None}, "out_row"), ({"sections": C["TL_RUN_HEAD"]}, "head-only"),
     ({"sections": C["TL_RUN_CODA"]}, "x_in"), ({"sections": C["TL_RUN_CODA"], "x_in": 64, "e_out": 64}, "e_out"),

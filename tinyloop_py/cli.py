@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .commands import convert, demo, generate, info
+from .commands import convert, demo, generate, info, key, serve
 
-COMMANDS = (demo, generate, convert, info)
+COMMANDS = (demo, generate, convert, info, serve, key)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

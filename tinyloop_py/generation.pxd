@@ -23,6 +23,7 @@ cdef class Generation:
     cdef KvPrefix prefix               # what it continues from, until the prompt has run
     cdef int32_t _drawn
     cdef bint _has_drawn, _prompt_done, _busy
+    cdef public bint hold              # the end leaves the pages to `keep` or `close`
     cdef str _ending                   # the finish reason that a running step leaves
     cdef readonly object logits        # float32 (vocab_size,) that the last token was drawn from, or None
     cdef float *_logits

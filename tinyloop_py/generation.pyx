@@ -259,13 +259,45 @@ cdef class Generation:
             return 0
         self.finish_reason = reason
         self.end_ahead()
-        self.seq.release()
+        if not self.hold:
+            self.seq.release()
         self.entry = self.prefix = None
         return 0
 
     def close(self):
         """Ends the output and frees its pages, at once or when the step that another thread is in ends. Idempotent."""
+        self.hold = False
         self.finish("cancelled")
+        if not self._busy:
+            self.seq.release()
+
+    def keep(self):
+        """Ends the output and gives prompt and output as a KvPrefix, which takes the pages over.
+
+        `hold` must have been set before the output ended. Runs one row, that of the last token drawn.
+        """
+        cdef tl_batch want
+        cdef int32_t zero = 0
+        final_x = np.empty(self.engine.config.dim, np.float32)
+        boundary_x = np.empty((self.seq.loops, self.engine.config.dim), np.float32)
+        cdef float[::1] final_view = final_x
+        cdef float[:, ::1] boundary_view = boundary_x
+        if not self.hold or self.seq.n_tokens != self.n_tokens - 1 or self._has_drawn:
+            raise RuntimeError("this generation holds no output to keep")
+        self.claim()
+        try:
+            memset(&want, 0, sizeof(want))
+            want.sections = TL_RUN_HEAD
+            want.n_out = 1
+            want.out_row = &zero
+            want.final_x = &final_view[0]
+            want.boundary_x = &boundary_view[0, 0]
+            self.engine.step(self.seq, self.tokens + self.n_tokens - 1, 1, &want)
+        finally:
+            self.unclaim()
+        self.finish("cancelled")
+        self.hold = False
+        return self.seq.freeze(final_x, boundary_x)
 
     def run(self):
         """Draws until the end and returns prompt and output as a list."""

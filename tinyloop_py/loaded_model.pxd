@@ -18,7 +18,7 @@ cdef class LoadedModel(PoolClient):
     cdef readonly tuple stop_ids
     cdef object _tokenizer_json, _tokenizer
     cdef frozenset _stop_tokens
-    cdef object _pools                 # that may hold this model's entries
+    cdef readonly object _pools        # that may hold this model's entries
     cdef object _weights_id, _file_id  # the weights' fingerprint, None until asked for; size and time of their file
     cdef object _handles               # open handles on its KV, which close with it
     cdef int _pid

@@ -2,6 +2,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ class LoadedModel(PoolClient):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
     @property
     def _engine(self) -> Engine: ...
+    @property
+    def _pools(self) -> WeakSet[PrefixPool]: ...
     @property
     def config(self) -> ModelConfig: ...
     @property

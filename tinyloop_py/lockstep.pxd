@@ -22,4 +22,4 @@ cdef class StepRows:
     cdef int deliver(self, list parts, list counts) except -1
 
 
-cdef int run_group(list generations) except -1
+cdef int run_group(list generations, int max_rows) except -1

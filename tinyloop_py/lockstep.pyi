@@ -3,7 +3,7 @@ from typing_extensions import Self, disjoint_base
 from .engine import Engine
 from .generation import Generation
 
-def step_generations(generations: list[Generation]) -> list[int | None]: ...
+def step_generations(generations: list[Generation], max_rows: int = 0) -> list[int | None]: ...
 
 @disjoint_base
 class StepRows:

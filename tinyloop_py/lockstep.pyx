@@ -15,7 +15,7 @@ from .engine cimport Engine
 from .generation cimport Generation
 
 
-def step_generations(list generations):
+def step_generations(list generations, int max_rows=0):
     """One step for every generation of a list.
 
     Each one whose prompt has run draws its next token. What rows a step has left run prompts, in the order of the list; one
@@ -26,6 +26,8 @@ def step_generations(list generations):
     ----------
     generations : list of Generation
         Of one model; those that have ended are passed over.
+    max_rows : int
+        Most rows of prompts in a native step, so that those that draw do not wait for long; 0 for as many as fit.
 
     Returns
     -------
@@ -51,7 +53,7 @@ def step_generations(list generations):
                 else:
                     run_cached(g)
         for group in groups.values():
-            run_group(group)
+            run_group(group, max_rows)
     finally:
         for g in claimed:
             g.unclaim()
@@ -78,7 +80,7 @@ cdef int settle(Generation g, object error) except -1:
     return 0
 
 
-cdef int run_group(list generations) except -1:
+cdef int run_group(list generations, int max_rows) except -1:
     """The native steps of generations that agree in depth and window."""
     cdef Generation g
     cdef Engine engine = (<Generation>generations[0]).engine
@@ -86,13 +88,15 @@ cdef int run_group(list generations) except -1:
     cdef list prompts = [g for g in generations if not (<Generation>g)._prompt_done]
     cdef list parts, counts
     cdef int n_rows, n
+    max_rows = max_rows if max_rows > 0 else engine.max_rows
     while drawing or prompts:
         parts, drawing = drawing[:engine.max_out], drawing[engine.max_out:]
         counts = [1] * len(parts)
         n_rows = len(parts)
         if not drawing:
+            max_rows = min(n_rows + max_rows, engine.max_rows)
             for g in prompts:
-                n = min(g.n_prompt - g.seq.n_tokens, engine.max_rows - n_rows)
+                n = min(g.n_prompt - g.seq.n_tokens, max_rows - n_rows)
                 if n == 0 or len(parts) == engine.max_out:
                     break
                 parts.append(g)

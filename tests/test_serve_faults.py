@@ -1,0 +1,162 @@
+"""Engine without HTTP, when something is in the way: full queues, deadlines, no memory, failing steps, a dead worker, the end."""
+
+import asyncio
+import ctypes
+
+import pytest
+from engine_runs import GREEDY, ask, plain, prompt, run
+from serving import tiny_model
+
+import tinyloop_py as tl
+from tinyloop_py.serve import Engine, GenerationRequest, ServeError
+
+
+@pytest.fixture
+def model():
+    with tl.Model(tiny_model(), 512, device="cpu", threads=1) as model:
+        yield model
+
+
+def test_a_full_queue_refuses_with_429(model):
+    async def work(engine):
+        streams = [engine.submit(ask(5, 200)) for _ in range(3)]
+        with pytest.raises(ServeError) as raised:
+            engine.submit(ask(5, 200))
+        for stream in streams:
+            stream.cancel()
+        return raised.value
+
+    error = run(model, work, max_running=1, max_queued=3)
+    assert error.status == 429 and int(error.headers()["retry-after"]) >= 1
+
+
+def test_a_deadline_ends_requests_at_work_and_waiting(model):
+    async def work(engine):
+        streams = [engine.submit(ask(5, 500, deadline=0.003)) for _ in range(2)]
+        for stream in streams:
+            with pytest.raises(ServeError, match="deadline") as raised:
+                await stream.collect()
+            assert raised.value.status == 504
+        [output] = await engine.submit(ask(5, 3)).collect()
+        assert len(output.tokens) == 3
+
+    run(model, work, max_running=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tokens": []}, "empty"), ({"tokens": [1, 99999]}, "outside"), ({"tokens": [-1]}, "outside"), ({"tokens": [1] * 600}, "maximum context"),
+        ({"tokens": [1], "max_tokens": 512}, "maximum context"), ({"tokens": [1], "loops": 5}, "loops"), ({"tokens": [1], "n": 99}, "n is 99"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_it_waits(model, fields, text):
+    async def work(engine):
+        with pytest.raises(ServeError, match=text) as raised:
+            engine.submit(GenerationRequest(**fields))
+        assert raised.value.status == 400 and engine.n_waiting == 0
+
+    run(model, work)
+
+
+def test_memory_that_is_short_makes_a_request_wait(model):
+    with tl.Model(tiny_model(), 512, device="cpu", threads=1) as probe:
+        generation = probe._start(prompt(20), 100, run_prompt=False)
+        budget = int(probe._engine.kv_nbytes_for(121, 2, 0) * 1.6)
+        generation.close()
+    with tl.Model(tiny_model(), 512, device="cpu", threads=1, kv_budget=budget) as small:
+
+        async def work(engine):
+            requests = [ask(20, 100, seed=i) for i in range(4)]
+            outputs = await asyncio.gather(*(engine.submit(request).collect() for request in requests))
+            assert [o[0].tokens for o in outputs] == [plain(model, request) for request in requests]
+            with pytest.raises(ServeError) as raised:
+                await engine.submit(ask(20, 480)).collect()
+            assert raised.value.status == 503 and "out of memory" in raised.value.message
+
+        run(small, work)
+
+
+def test_an_error_in_a_step_reaches_the_client_and_the_next_is_served(model, monkeypatch):
+    from tinyloop_py.serve import runner
+
+    real, failures = runner.step_generations, [RuntimeError("injected")]
+
+    def failing(generations, rows):
+        if failures:
+            raise failures.pop()
+        return real(generations, rows)
+
+    monkeypatch.setattr(runner, "step_generations", failing)
+
+    async def work(engine):
+        with pytest.raises(ServeError) as raised:
+            await engine.submit(ask(5, 5)).collect()
+        assert raised.value.status == 500 and "injected" not in raised.value.message
+        [output] = await engine.submit(ask(5, 5)).collect()
+        return output.tokens
+
+    assert run(model, work) == plain(model, ask(5, 5))
+
+
+def test_a_fault_of_the_runner_itself_is_survived(model, monkeypatch):
+    from tinyloop_py.serve.runner import Runner
+
+    real, failures = Runner._step, [KeyError("injected")]
+
+    def failing(self, result):
+        if failures:
+            raise failures.pop()
+        return real(self, result)
+
+    monkeypatch.setattr(Runner, "_step", failing)
+
+    async def work(engine):
+        with pytest.raises(ServeError) as raised:
+            await engine.submit(ask(5, 5)).collect()
+        assert raised.value.status == 500
+        assert len((await engine.submit(ask(5, 5)).collect())[0].tokens) == 5
+
+    run(model, work)
+
+
+def test_a_killed_worker_fails_everybody_and_nobody_hangs(model):
+    async def main():
+        async with Engine(model, tl.PrefixPool(4), max_running=1) as engine:
+            running, queued = engine.submit(ask(5, 400)), engine.submit(ask(5, 400))
+            await running.__anext__()
+            assert engine.alive
+            build = asyncio.ensure_future(engine.register("t", None, prompt(400)))
+            await asyncio.sleep(0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(engine._worker.thread.ident), ctypes.py_object(SystemExit))
+            for work in (running.collect(), queued.collect(), build):
+                with pytest.raises(ServeError) as raised:
+                    await asyncio.wait_for(work, 20)
+                assert raised.value.status == 503
+            assert not engine.alive and "died" in engine.problem
+            with pytest.raises(ServeError):
+                engine.submit(ask(5, 5))
+
+    asyncio.run(main())
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(model):
+    async def main():
+        async with Engine(model) as engine:
+            stream = engine.submit(ask(5, 30))
+            drained = asyncio.ensure_future(engine.drain(30))
+            await asyncio.sleep(0)
+            with pytest.raises(ServeError) as raised:
+                engine.submit(ask(5, 5))
+            assert raised.value.status == 503
+            assert len((await stream.collect())[0].tokens) == 30
+            await drained
+            endless = GenerationRequest(prompt(5), 500, sampling=GREEDY, stop_tokens=())
+            engine._draining = False
+            stream = engine.submit(endless)
+            await stream.__anext__()
+            await engine.drain(0)
+            with pytest.raises(ServeError, match="shutting down"):
+                await stream.collect()
+
+    asyncio.run(main())

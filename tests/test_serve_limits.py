@@ -1,0 +1,172 @@
+"""What the server refuses, and how: bodies, heads, connections, times; clients that leave; its health and its end."""
+
+import ctypes
+import json
+import signal
+import socket
+import time
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+    pytest.importorskip(package)
+
+from serving import JSON, NAME, ask, chat, is_error, scratch, server_here, server_process, tiny_model, wait_until
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with server_here(max_seq_len=512, check_host=True) as (url, _):
+        yield url
+
+
+FIELDS = [
+    ({"temperature": "1"}, "temperature"), ({"temperature": 1e308}, "temperature"), ({"n": 0}, "n"), ({"n": 100}, "n"),
+    ({"max_tokens": 10**30}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"seed": 2**64}, "seed"), ({"nonsense": 1}, "nonsense"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"loops": 5}, "loops"), ({"response_format": {"type": "json_object"}}, "response_format"), ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"stream_options": {"include_usage": True}}, "stream_options"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"stop_token_ids": [261]}, "stop_token_ids"), ({"namespace": "a/b"}, "namespace"), ({"messages": []}, "messages"), ({"model": None}, "model"),
+    ({"messages": [{"role": "wizard", "content": "hi"}]}, None), ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+]  # fmt: skip
+PROMPTS = [
+    ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [1.5]}, None), ({"prompt": [-1]}, None), ({"prompt": [[1], "a"]}, None),
+    ({"prompt": [261]}, "prompt"), ({"best_of": 3}, "best_of"), ({"echo": True, "logprobs": 1}, "echo"), ({"prompt": "a" * 600}, "messages"),
+    ({"prompt": "a" * 400_000}, "messages"), ({"suffix": "b"}, "suffix"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), FIELDS)
+def test_a_bad_chat_is_told_what_is_wrong(url, fields, param):
+    answer = ask(url, CHAT, {"model": NAME, "messages": HI, **fields})
+    assert is_error(answer, 400, param), answer.body
+
+
+@pytest.mark.parametrize(("fields", "param"), PROMPTS)
+def test_a_bad_completion_is_told_what_is_wrong(url, fields, param):
+    answer = ask(url, TEXT, {"model": NAME, "prompt": "a", **fields})
+    assert is_error(answer, 400, param), answer.body
+
+
+@pytest.mark.parametrize("body", [[], 3, None, "x", {}, {"model": NAME}])
+def test_a_body_of_another_kind_is_refused(url, body):
+    for path in (CHAT, TEXT):
+        assert is_error(ask(url, path, json.dumps(body).encode()), 400)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"model": NaN}', b"[" * 100_000, b'{"model": "\\ud800", "prompt": "a"}', b"9" * 100_000])
+def test_bodies_that_are_no_json_get_400(url, body):
+    assert is_error(ask(url, TEXT, body), 400)
+
+
+def test_other_statuses_have_the_same_shape(url):
+    assert is_error(ask(url, "/v1/nothing"), 404) and is_error(ask(url, "/health", {}), 405)
+    assert is_error(chat(url, model="gpt-4"), 404, "model", "model_not_found")
+    assert is_error(ask(url, TEXT, {}, headers={"content-type": "text/plain"}), 415)
+    assert is_error(ask(url, TEXT, b" " * (3 << 20)), 413, code="body_too_large")
+    assert is_error(ask(url, TEXT, {}, headers={"host": "evil.example"}), 403, code="wrong_host")
+    assert is_error(ask(url, "/v1/models/other"), 404) and ask(url, f"/v1/models/{NAME}").json["id"] == NAME
+
+
+def raw(url, data, keep=False):
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), 30)
+    connection.sendall(data)
+    if keep:
+        return connection
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def head_of(path, body, extra=""):
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {JSON['content-type']}\r\ncontent-length: {len(body)}\r\n{extra}\r\n".encode()
+        + body
+    )
+
+
+def test_what_is_no_http_gets_an_error_and_the_connection_ends(url):
+    for data in (b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 500_000):
+        answer = raw(url, data)
+        assert answer.startswith(b"HTTP/1.1 400") and b'"error"' in answer
+    answer = raw(url, b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 40_000 + b"\r\n\r\n")
+    assert answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400")) and b'"error"' in answer
+
+
+def test_a_client_that_leaves_ends_the_work(url):
+    body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 480, "ignore_eos": True, "stream": True, "loops": 4}).encode()
+    whole = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 480, "ignore_eos": True, "loops": 4}).encode()
+    for path, data in ((CHAT, body), (TEXT, whole)):
+        for reads in (True, False):
+            connection = raw(url, head_of(path, data), keep=True)
+            if reads and path == CHAT:
+                assert connection.recv(10)
+            connection.close()
+    wait_until(lambda: b"tinyloop_requests_running 0.0" in ask(url, "/metrics").body, "nothing runs")
+    assert b"tinyloop_requests_waiting 0.0" in ask(url, "/metrics").body
+
+
+def test_slow_and_many_connections_are_refused():
+    with server_here(header_seconds=0.5, body_seconds=0.5, max_connections=4, idle_seconds=1) as (url, _):
+        assert raw(url, b"GET / HTT").startswith(b"HTTP/1.1 408")
+        assert raw(url, b"").startswith(b"HTTP/1.1 408")
+        answer = raw(url, f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{".encode())
+        assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
+        answer = raw(url, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")  # ends because it stays idle
+        assert answer.startswith(b"HTTP/1.1 200")
+        wait_until(lambda: ask(url, "/health").status == 200, "connections are free")
+        held = [raw(url, b"GET", keep=True) for _ in range(4)]
+        answer = raw(url, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 503") and b"too_many_connections" in answer
+        for connection in held:
+            connection.close()
+
+
+def test_health_is_503_while_loading_and_when_the_worker_is_killed():
+    with server_here(auto_prefix=1000) as (url, service):
+        engine, service.engine = service.engine, None
+        loading = ask(url, "/health")
+        assert loading.status == 503 and loading.json["status"] == "loading" and is_error(chat(url), 503, code="loading")
+        service.engine = engine
+        assert chat(url).status == 200
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(engine._worker.thread.ident), ctypes.py_object(SystemExit))
+        assert is_error(chat(url), 503)  # wakes the thread, which ends
+        dead = ask(url, "/health")
+        assert dead.status == 503 and dead.json["status"] == "dead" and is_error(chat(url), 503, code="engine_down")
+        assert b"tinyloop_up 0.0" in ask(url, "/metrics").body
+
+
+def test_a_signal_lets_streams_finish_and_refuses_new_requests():
+    with server_process("--shutdown-grace", "20", "--max-seq-len", "2048") as (url, process):
+        body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
+        connection = raw(url, head_of(CHAT, body), keep=True)
+        data = connection.recv(1000)
+        process.send_signal(signal.SIGTERM)
+        while chunk := connection.recv(65536):
+            data += chunk
+        assert b"data: [DONE]" in data and b'"length"' in data
+        assert process.wait(20) == 0
+
+
+def test_a_signal_ends_streams_after_its_grace():
+    with server_process("--shutdown-grace", "0", "--max-seq-len", "16384") as (url, process):
+        body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 16000, "ignore_eos": True, "stream": True}).encode()
+        connection = raw(url, head_of(CHAT, body), keep=True)
+        data = connection.recv(1000)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        while chunk := connection.recv(65536):
+            data += chunk
+        assert b"shutting_down" in data and b"[DONE]" not in data
+        assert process.wait(20) == 0 and time.monotonic() - begin < 30
+
+
+def test_a_model_that_cannot_be_loaded_is_reported():
+    path = scratch("broken.tinyloop")
+    path.write_bytes(tiny_model().read_bytes()[:1000])
+    with server_here(model=path, wait=False) as (url, _):
+        wait_until(lambda: ask(url, "/health").json["status"] == "dead", "the failure is known")
+        assert "cannot be loaded" in ask(url, "/health").json["detail"] and is_error(ask(url, TEXT, {"model": "broken", "prompt": "a"}), 503)

@@ -1,0 +1,139 @@
+"""Tenants: nobody hits, sees or drops what is another's, on any route; limits are each one's own."""
+
+import itertools
+
+import pytest
+
+for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+    pytest.importorskip(package)
+
+from serving import NAME, SYSTEM, ask, chat, loads, scratch, server_here
+
+from tinyloop_py.cli import main
+from tinyloop_py.serve.tenants import add_key
+
+TURN = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def keys():
+    path = scratch("tenants.json")
+    settings = {
+        "a": {"max_pinned_tokens": 100}, "b": {}, "a2": {}, "ops": {"operator": True}, "slow": {"requests_per_minute": 2},
+        "spent": {"tokens_per_minute": 20},
+        "one": {"max_requests": 1},
+    }  # fmt: skip
+    return {name: add_key(path, name, limits) for name, limits in settings.items()}
+
+
+@pytest.fixture(scope="module")
+def url(keys):
+    with server_here(key_file=str(scratch("tenants.json")), auto_prefix=100_000, max_seq_len=512) as (url, service):
+        service_of[url] = service
+        yield url
+
+
+service_of = {}
+
+
+def cached(answer):
+    assert answer.status == 200, answer.body
+    return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def completion(url, key, **fields):
+    return ask(url, "/v1/completions", {"model": NAME, "prompt": SYSTEM * 2, "max_tokens": 4, "ignore_eos": True, **fields}, key=key)
+
+
+def streamed(url, key, **fields):
+    events = loads(chat(url, system=SYSTEM, key=key, stream=True, stream_options={"include_usage": True}, **fields).body.decode())
+    return events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+ROUTES = {
+    "chat": lambda url, key, **fields: cached(chat(url, system=SYSTEM, key=key, **fields)),
+    "streamed": streamed,
+    "completions": lambda url, key, **fields: cached(completion(url, key, **fields)),
+    "several": lambda url, key, **fields: cached(chat(url, system=SYSTEM, key=key, n=2, **fields)),
+    "prefixes": lambda url, key, **fields: ask(url, "/v1/prefixes", {"messages": TURN, **fields}, key=key).json["cached_tokens"],
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_one_tenant_has_run_is_no_hit_for_another(url, keys, route):
+    """The first asks twice and hits; the others ask the same and everything runs: what a clock would show is that no token was spared."""
+    request, own = ROUTES[route], f"r{next(_names)}"
+    pool = service_of[url].pool
+    assert request(url, keys["a"], namespace=own) == 0
+    repeated = request(url, keys["a"], namespace=own)
+    assert repeated > 0 or route == "completions"
+    before = pool.stats()
+    for other in ("b", "a2"):
+        assert request(url, keys[other], namespace=own) == 0
+    after = pool.stats()
+    assert after.prefilled_tokens > before.prefilled_tokens or after.insertions == before.insertions + 2
+    assert request(url, keys["b"], namespace=own) == repeated  # so they have their own by now
+
+
+def test_a_registered_prefix_is_its_tenants_alone(url, keys):
+    made = ask(url, "/v1/prefixes", {"messages": TURN[:1], "pin": True, "namespace": "own"}, key=keys["a"]).json
+    assert cached(chat(url, system=SYSTEM, key=keys["a"], namespace="own")) >= made["n_tokens"]
+    assert cached(chat(url, system=SYSTEM, key=keys["a"], namespace="else")) == 0
+    for other in ("b", "a2", "ops"):
+        assert cached(chat(url, system=SYSTEM, key=keys[other], namespace="own")) == 0
+        listed = ask(url, "/v1/prefixes", key=keys[other]).json["data"]
+        assert made["id"] not in [item["id"] for item in listed]
+        assert ask(url, f"/v1/prefixes/{made['id']}", method="DELETE", key=keys[other]).status == 404
+    listed = ask(url, "/v1/prefixes", key=keys["a"]).json["data"]
+    assert made["id"] in [item["id"] for item in listed] and all(
+        item["namespace"] in (None, "own", "else") or item["namespace"][0] == "r" for item in listed
+    )
+    assert ask(url, f"/v1/prefixes/{made['id']}", method="DELETE", key=keys["a"]).status == 200
+
+
+def test_keys_are_needed_everywhere_but_for_health_and_the_page(url, keys):
+    routes = {
+        "/v1/models": None,
+        "/v1/prefixes": None,
+        "/metrics": None,
+        "/v1/chat/completions": {},
+        "/v1/completions": {},
+        "/tokenize": {},
+        "/detokenize": {},
+    }
+    for path, body in routes.items():
+        for key in (None, "tl-wrong"):
+            answer = ask(url, path, body, key=key)
+            assert answer.status == 401 and answer.json["error"]["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer", path
+    assert ask(url, "/health").status == 200 and ask(url, "/").status == 200
+
+
+def test_metrics_are_for_operators(url, keys):
+    assert ask(url, "/metrics", key=keys["a"]).status == 403 and ask(url, "/metrics", key=keys["ops"]).status == 200
+
+
+def test_pinned_tokens_have_a_limit(url, keys):
+    def pin(n, first=10):
+        return ask(url, "/v1/prefixes", {"tokens": list(range(first, first + n)), "pin": True, "namespace": "pins"}, key=keys["a"])
+
+    assert pin(60).status == 200 and pin(60).status == 200  # the same again takes nothing
+    refused = pin(50, 11)
+    assert refused.status == 403 and refused.json["error"]["code"] == "pinned_tokens_exceeded"
+    assert ask(url, "/v1/prefixes", {"tokens": list(range(11, 61)), "namespace": "pins"}, key=keys["a"]).status == 200
+    assert pin(40, 12).status == 200 and ask(url, "/v1/prefixes", {"tokens": list(range(10, 200)), "pin": True}, key=keys["b"]).status == 200
+
+
+def test_rates_and_open_requests_have_limits(url, keys):
+    assert [chat(url, key=keys["slow"]).status for _ in range(3)] == [200, 200, 429]
+    spent = [chat(url, key=keys["spent"], max_tokens=30) for _ in range(2)]
+    assert [answer.status for answer in spent] == [200, 429] and int(spent[1].headers["retry-after"]) >= 1
+    answer = ask(url, "/v1/completions", {"model": NAME, "prompt": ["a", "b"], "max_tokens": 1}, key=keys["one"])
+    assert answer.status == 429 and answer.json["error"]["code"] == "too_many_requests"
+    assert chat(url, key=keys["one"]).status == 200 and chat(url, key=keys["b"]).status == 200
+    assert chat(url, key=keys["one"], n=99).status == 400 and chat(url, key=keys["one"]).status == 200  # a refused one is not left open
+
+
+def test_other_machines_need_keys_or_leave(capsys):
+    assert main(["serve", "demo", "--host", "0.0.0.0"]) == 1
+    assert "--keys" in capsys.readouterr().err and "--no-auth"

@@ -1,0 +1,119 @@
+"""tinyloop serve MODEL: OpenAI's API over HTTP, for many tenants."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from .generate import DEMO, add_model_options
+
+if TYPE_CHECKING:
+    from ..serve.settings import Settings
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "serve", help="serve a model over HTTP", description="Serve a model over HTTP with OpenAI's API, a prefix pool and many tenants.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help=f"a .tinyloop file, or '{DEMO}' for the one that comes with tinyloop")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--model-name", default="", help="what requests call the model; the file's stem by default")
+    add_model_options(parser)
+    parser.add_argument("--kv-budget", type=int, metavar="BYTES", help="most bytes of KV pages")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--max-running", type=int, default=8, help="most outputs that share a step")
+    engine.add_argument("--max-queued", type=int, default=64, help="most requests that wait; further ones get status 429")
+    engine.add_argument("--prefill-rows", type=int, default=128, help="most rows of prompts between two tokens of the others")
+    engine.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="most time of a request, waiting included")
+    engine.add_argument("--window", type=int, default=0, help="sliding window of attention in positions, 0 for none")
+    engine.add_argument("--default-max-tokens", type=int, default=1024, help="of a chat that names none")
+    pool = parser.add_argument_group("prefixes")
+    pool.add_argument("--pool-capacity", type=int, default=256, help="most prefixes in the pool")
+    pool.add_argument("--pool-bytes", type=int, metavar="BYTES", help="most bytes of the pool")
+    pool.add_argument(
+        "--auto-prefix", type=int, default=0, metavar="TOKENS", help="keep prefixes of finished requests, up to so many tokens; 0 keeps none"
+    )
+    pool.add_argument("--pool-file", metavar="PATH", help="load the pool from this file at the start, save it there at the end")
+    access = parser.add_argument_group("access and limits")
+    access.add_argument("--keys", metavar="FILE", help="key file with the tenants; see `tinyloop key`")
+    access.add_argument("--no-auth", action="store_true", help="serve other machines without keys")
+    access.add_argument("--max-body", type=int, default=2 << 20, metavar="BYTES", help="largest request body")
+    access.add_argument("--max-connections", type=int, default=256, help="most connections at a time")
+    access.add_argument("--header-timeout", type=float, default=10.0, metavar="SECONDS", help="for a request's head to arrive")
+    access.add_argument("--body-timeout", type=float, default=30.0, metavar="SECONDS", help="for a request's body to arrive")
+    access.add_argument("--idle-timeout", type=float, default=75.0, metavar="SECONDS", help="for a connection to stay without a request")
+    access.add_argument("--shutdown-grace", type=float, default=30.0, metavar="SECONDS", help="for streams to finish when the server stops")
+    access.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
+    parser.set_defaults(run=run)
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """The settings that the options name; ValueError for those that cannot be."""
+    from ..serve.settings import Settings
+
+    if args.host_is_open and not args.keys and not args.no_auth:
+        raise ValueError(f"--host {args.host} can be reached from other machines: give --keys FILE, or --no-auth if everybody may use it")
+    least = {
+        "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0, "default_max_tokens": 1, "pool_capacity": 1,
+        "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1, "body_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
+    }  # fmt: skip
+    for name, value in least.items():
+        if not getattr(args, name) >= value:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected {value} or more")
+    if args.model == DEMO:
+        import tinyloop_py as tl
+
+        args.model, args.model_name = os.fspath(tl.demo_model()), args.model_name or DEMO
+    if not os.path.exists(args.model):
+        raise FileNotFoundError(f"there is no model file {args.model}")
+    return Settings(
+        model=args.model, model_name=args.model_name, max_seq_len=args.max_seq_len, device=args.device, threads=args.threads, kv_mode=args.kv_mode,
+        kv_budget=args.kv_budget, max_running=args.max_running, max_queued=args.max_queued, prefill_rows=args.prefill_rows, window=args.window,
+        deadline=args.deadline, default_max_tokens=args.default_max_tokens, pool_capacity=args.pool_capacity, pool_bytes=args.pool_bytes,
+        auto_prefix=args.auto_prefix, pool_file=args.pool_file, key_file=args.keys, max_body_bytes=args.max_body,
+        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout, idle_seconds=args.idle_timeout,
+        shutdown_grace=args.shutdown_grace, log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it."""
+    try:
+        from ..serve.access import write_logs_to_stderr
+        from ..serve.server import make_server
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "tinyloop_py":
+            raise
+        raise ImportError(f"tinyloop serve needs {error.name}: pip install 'tinyloop[serve]'") from None
+    args.host_is_open = not is_loopback(args.host)
+    settings = settings_from(args)
+    write_logs_to_stderr()
+    sys.setswitchinterval(0.001)  # the worker waits for the interpreter's lock after every step, no longer than this
+    server = make_server(settings, args.host, args.port)
+    started = server.startup
+
+    async def startup(sockets: object = None) -> None:
+        await started(sockets=None)
+        ports = [s.getsockname()[1] for one in server.servers for s in one.sockets]
+        print(json.dumps({"listening": f"http://{args.host}:{ports[0] if ports else args.port}"}), flush=True)
+
+    server.startup = startup  # type: ignore[method-assign]
+    server.run()
+    return 0 if server.started else 1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,113 @@
+"""Who asks: the tenant of a request, and what the log says of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import uuid
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ServeError
+from .service import Service
+from .tenants import Tenant
+
+logger = logging.getLogger("tinyloop.serve.access")
+bearer = HTTPBearer(auto_error=False, description="An API key, where the server was started with a key file.")
+
+
+def service_of(request: Request) -> Service:
+    """The server's service."""
+    service: Service = request.app.state.service
+    return service
+
+
+def tenant_of(request: Request, _: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)] = None) -> Tenant:
+    """The tenant, by the request's key."""
+    tenant = service_of(request).tenants.find(request.headers.get("authorization"))
+    note(request, tenant=tenant.name)
+    return tenant
+
+
+def operator_of(tenant: Annotated[Tenant, Depends(tenant_of)]) -> Tenant:
+    """The tenant, if it may see what concerns all of them."""
+    if not tenant.operator:
+        raise ServeError(403, "This tells of all tenants: it needs the key of a tenant with 'operator': true.", code="operator_only")
+    return tenant
+
+
+CurrentService = Annotated[Service, Depends(service_of)]
+CurrentTenant = Annotated[Tenant, Depends(tenant_of)]
+Operator = Annotated[Tenant, Depends(operator_of)]
+
+
+def note(request: Request, **fields: Any) -> None:
+    """Add fields to the request's line in the log."""
+    request.scope.setdefault("tinyloop_log", {}).update(fields)
+
+
+class RequestLog:
+    """One line of the log and one count for every request; gives each an id."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app and write it down."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin, status, request_id = time.perf_counter(), 0, uuid.uuid4().hex
+        fields: dict[str, Any] = scope.setdefault("tinyloop_log", {})
+
+        async def count(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, count)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")  # never the path as it was sent: anybody could fill the metrics with names
+            self._service.metrics.requests.labels(route, str(status or 499)).inc()
+            seconds = time.perf_counter() - begin
+            record = {
+                "request_id": request_id,
+                "method": scope["method"],
+                "route": route,
+                "status": status or 499,
+                "ms": round(1e3 * seconds, 1),
+                **fields,
+            }
+            logger.info("request", extra={"fields": record})
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        body = {"time": at, "level": record.levelname.lower(), "message": record.getMessage(), **getattr(record, "fields", {})}
+        if record.exc_info:
+            body["error"] = self.formatException(record.exc_info)
+        return json.dumps(body, ensure_ascii=True, default=str)
+
+
+def write_logs_to_stderr(level: int = logging.INFO) -> None:
+    """The process's log: tinyloop's and uvicorn's, as JSON lines on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in ("tinyloop", "uvicorn.error"):
+        logging.getLogger(name).setLevel(level)

@@ -1,0 +1,209 @@
+"""From generation requests to an answer: counted for the tenant, streamed or whole, ended when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from .access import note
+from .errors import ServeError
+from .event_stream import DONE, ClientGone, EventStream, event, unless_gone
+from .requests import GenerationRequest, Output, Piece, Stream
+from .responses import ChatShape, Shape, usage_of
+from .service import Service
+from .tenants import Tenant
+
+FIRST_SECONDS = 10.0  # so long an answer waits for its first piece, so that a failure still has a status of its own
+
+
+class Answer:
+    """The streams of one HTTP request: one for each of its prompts.
+
+    Parameters
+    ----------
+    echoes
+        Texts that stand before the outputs of each prompt ("" for none).
+    """
+
+    def __init__(self, service: Service, tenant: Tenant, request: Request, shape: Shape, echoes: Sequence[str] = ()) -> None:
+        self._service = service
+        self._tenant = tenant
+        self._request = request
+        self._shape = shape
+        self._echoes = echoes
+        self._streams: list[Stream] = []
+        self._n_begun = 0
+        self._begin = time.perf_counter()
+        self._first_at: float | None = None
+        self._reasons: list[str] = []
+        self._ended = False
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Hand all of them to the engine, or none."""
+        engine, _ = self._service.ready()
+        self._tenant.begin(len(requests))
+        self._n_begun = len(requests)
+        try:
+            for request in requests:
+                self._streams.append(engine.submit(request))
+        except BaseException:
+            self._end()
+            raise
+
+    async def respond(self, stream: bool, with_usage: bool) -> Response:
+        """The answer."""
+        try:
+            return await (self._streamed(with_usage) if stream else self._whole())
+        except ClientGone:
+            self._end()
+            return Response(status_code=499)
+        except BaseException:
+            self._end()
+            raise
+
+    # ---- whole
+
+    async def _whole(self) -> Response:
+        outputs = await unless_gone(self._request, self._collect())
+        self._end()
+        return JSONResponse(self._shape.whole(outputs, self._streams))
+
+    async def _collect(self) -> list[Output]:
+        outputs = [Output(text=self._echo(index)) for index in range(sum(s.request.n for s in self._streams))]
+        async for index, piece in self._pieces():
+            outputs[index].add(piece)
+        return outputs
+
+    # ---- streamed
+
+    async def _streamed(self, with_usage: bool) -> Response:
+        events = self._events(with_usage)
+        first = asyncio.ensure_future(self._next(events))
+        try:
+            await unless_gone(self._request, self._either(first))
+        except BaseException:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await events.aclose()
+            raise
+        return EventStream(self._resumed(first, events))
+
+    @staticmethod
+    async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+        return await events.__anext__()
+
+    @staticmethod
+    async def _either(first: asyncio.Future[bytes]) -> None:
+        """Until the first event is there, or has failed; or for a while."""
+        await asyncio.wait((first,), timeout=FIRST_SECONDS)
+        if first.done():
+            first.result()
+
+    async def _resumed(self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        try:
+            yield await first
+            async for chunk in events:
+                yield chunk
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await events.aclose()
+
+    async def _events(self, with_usage: bool) -> AsyncGenerator[bytes, None]:
+        shape, opened = self._shape, set[int]()
+        offsets: dict[int, int] = {}
+        try:
+            async for index, piece in self._pieces():
+                head = b""
+                if index not in opened:
+                    opened.add(index)
+                    offsets[index] = 0
+                    if isinstance(shape, ChatShape):
+                        head = event(shape.chunk([shape.opening(index)], with_usage))
+                    elif self._echo(index):
+                        head = event(shape.chunk([shape.delta(index, self._echo(index), (), None, 0)], with_usage))
+                        offsets[index] = len(self._echo(index))
+                if piece.text or piece.logprobs or piece.finish_reason is not None or head:
+                    choice = shape.delta(index, piece.text, piece.logprobs, piece.finish_reason, offsets[index])
+                    offsets[index] += len(piece.text)
+                    yield head + event(shape.chunk([choice], with_usage))
+            tail = event(shape.chunk([], True, usage_of(self._streams))) if with_usage else b""
+            yield tail + DONE
+        finally:
+            self._end()
+
+    # ---- both
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._streams[0].request.n] if self._echoes else ""
+
+    async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(index of the choice, piece) of all streams, as they come."""
+        if len(self._streams) == 1:
+            async for piece in self._streams[0]:
+                self._see(piece)
+                yield piece.index, piece
+            return
+        merged: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+
+        async def pump(number: int, stream: Stream) -> None:
+            try:
+                async for piece in stream:
+                    merged.put_nowait((number * stream.request.n + piece.index, piece))
+                merged.put_nowait(None)
+            except ServeError as error:
+                merged.put_nowait(error)
+
+        pumps = [asyncio.ensure_future(pump(number, stream)) for number, stream in enumerate(self._streams)]
+        try:
+            n_left = len(pumps)
+            while n_left:
+                item = await merged.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    n_left -= 1
+                else:
+                    self._see(item[1])
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+
+    def _see(self, piece: Piece) -> None:
+        if self._first_at is None:
+            self._first_at = time.perf_counter()
+            self._service.metrics.first_token.observe(self._first_at - self._begin)
+        if piece.finish_reason is not None:
+            self._reasons.append(piece.finish_reason)
+
+    def _end(self) -> None:
+        """Cancels what still runs and writes down what was used; once."""
+        if self._ended:
+            return
+        self._ended = True
+        cancelled = any(not stream.ended for stream in self._streams)
+        for stream in self._streams:
+            stream.cancel()
+        metrics, usage = self._service.metrics, usage_of(self._streams)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        if self._first_at is not None:
+            metrics.prompt_tokens.inc(usage["prompt_tokens"])
+            metrics.cached_tokens.inc(cached)
+            metrics.generated_tokens.inc(usage["completion_tokens"])
+        metrics.duration.observe(time.perf_counter() - self._begin)
+        if cancelled:
+            metrics.cancelled.inc()
+        self._tenant.end(self._n_begun, usage["total_tokens"] if self._first_at is not None else 0)
+        fields: dict[str, Any] = {
+            "prompt_tokens": usage["prompt_tokens"], "cached_tokens": cached, "completion_tokens": usage["completion_tokens"],
+            "finish": self._reasons, "cancelled": cancelled,
+        }  # fmt: skip
+        if self._first_at is not None:
+            fields["first_token_ms"] = round(1e3 * (self._first_at - self._begin), 1)
+        note(self._request, **fields)

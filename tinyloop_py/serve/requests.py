@@ -1,0 +1,176 @@
+"""What is asked of an engine, and what it gives back piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..token_logprobs import TokenLogprobs
+from .errors import ServeError, bad_request, context_exceeded
+
+if TYPE_CHECKING:
+    from ..model import Model
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: the arguments of `Model.generate` by the same names."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt, and `n` outputs for it.
+
+    Parameters
+    ----------
+    tokens
+        The prompt's token ids.
+    max_tokens
+        Most tokens of an output.
+    loops
+        Depth; None is the model's default.
+    stop
+        Texts that end an output and are not shown.
+    stop_tokens
+        Ids that end an output, shown nowhere; None takes the model's.
+    logprobs
+        How many of the likeliest alternatives to report for every token; None reports nothing.
+    tenant, namespace
+        Whose request it is, and whose prefixes it may hit. Two tenants never share a namespace: the caller sees to that.
+    keep_first
+        With automatic prefixes: how many tokens of the prompt to keep on their own (a system message); 0 for none.
+    keep_turn
+        With automatic prefixes: what the next prompt will begin with, given the output's text; None keeps prompt and output as they were drawn.
+    """
+
+    tokens: Sequence[int]
+    max_tokens: int = 128
+    loops: int | None = None
+    n: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    tenant: str = ""
+    namespace: str | None = None
+    keep_first: int = 0
+    keep_turn: Callable[[str], Sequence[int]] | None = None
+    deadline: float | None = None  # seconds from its arrival; None takes the engine's
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an output: what one token completed. The last one of an output has a finish reason."""
+
+    index: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+
+
+class Stream:
+    """The pieces of a request as they come, for one reader. Made by `Engine.submit`.
+
+    Leaving `async with`, or `cancel()`, ends the work within two steps, or at once where it still waits.
+    """
+
+    def __init__(self, request: GenerationRequest, cancel: Callable[[], None]) -> None:
+        self.request = request
+        self.n_prompt = len(request.tokens)
+        self.n_cached = 0  # prompt tokens taken from a prefix; final with the first piece
+        self.n_generated = 0
+        self._open = request.n  # outputs that have not ended
+        self._cancel = cancel
+        self._events: asyncio.Queue[Piece | ServeError | None] = asyncio.Queue()
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last piece, or an error, was given."""
+        return self._ended
+
+    def cancel(self) -> None:
+        """End the work, and the iteration. Idempotent; after the end it does nothing."""
+        if not self._ended:
+            self._events.put_nowait(None)
+            self._cancel()
+
+    def feed(self, event: Piece | ServeError) -> None:
+        """The engine's end of it."""
+        self._events.put_nowait(event)
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if event is None:
+            self._ended = True
+            raise StopAsyncIteration
+        if isinstance(event, ServeError):
+            self._ended = True
+            raise event
+        self.n_generated += len(event.tokens)
+        if event.finish_reason is not None:
+            self._open -= 1
+            self._ended = self._open == 0
+        return event
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.cancel()
+
+    async def collect(self) -> list[Output]:
+        """All outputs, whole; a request that fails raises ServeError."""
+        outputs = [Output() for _ in range(self.request.n)]
+        async for piece in self:
+            outputs[piece.index].add(piece)
+        return outputs
+
+
+@dataclass
+class Output:
+    """One whole output."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece."""
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.finish_reason = piece.finish_reason or self.finish_reason
+
+
+def check_request(request: GenerationRequest, model: Model, max_outputs: int) -> None:
+    """Raise ServeError(400) for what the model cannot run."""
+    n, limit, vocab_size = len(request.tokens), model.max_seq_len, model.config.vocab_size
+    max_loops = model.config.max_loops or 1
+    if n == 0:
+        raise bad_request("The prompt is empty; give at least one token.", "prompt")
+    if n + request.max_tokens > limit:
+        raise context_exceeded(n, request.max_tokens, limit)
+    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab_size:
+        raise bad_request(f"The prompt has a token id outside 0 to {vocab_size - 1}.", "prompt")
+    if not 1 <= request.n <= max_outputs:
+        raise bad_request(f"n is {request.n}, expected 1 to {max_outputs}.", "n")
+    if request.loops is not None and not 1 <= request.loops <= max_loops:
+        raise bad_request(f"loops is {request.loops}, expected 1 to {max_loops}.", "loops")

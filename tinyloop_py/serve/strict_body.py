@@ -1,0 +1,82 @@
+"""Request bodies: JSON as the standard has it, UTF-8, no NaN, not too deep, and errors in the API's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from .errors import ServeError, bad_request
+
+MAX_DEPTH = 64
+
+
+class StrictRequest(Request):
+    """A request whose `json()` is strict."""
+
+    _parsed: tuple[Any] | None = None
+
+    async def json(self) -> Any:
+        """The parsed body; ServeError(400) for what is no JSON."""
+        if self._parsed is None:
+            self._parsed = (parse(await self.body()),)
+        return self._parsed[0]
+
+
+class StrictRoute(APIRoute):
+    """A route that takes JSON alone, parsed strictly."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's hook."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            strict = StrictRequest(request.scope, request.receive)
+            if self.body_field is not None:
+                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "application/json":  # a page of another origin cannot send this without being asked for leave
+                    raise ServeError(415, f"The body must be JSON: send content-type application/json, not {kind[:80]!r}.")
+                await strict.json()  # here, as FastAPI has one answer for whatever goes wrong while it reads a body
+            return await handler(strict)
+
+        return handle
+
+
+def parse(body: bytes) -> Any:
+    """JSON of a body; ServeError(400) says what is wrong."""
+    if not body:
+        raise bad_request("The body is empty, expected a JSON object.")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad_request(f"The body is not UTF-8: byte {error.start} cannot be read.") from None
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        if _depth_exceeds(value, MAX_DEPTH):
+            raise bad_request(f"The JSON is nested more than {MAX_DEPTH} deep.")
+        if "\\u" in text:  # an escape may name half a surrogate pair, which is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise bad_request(f"The JSON is nested more than {MAX_DEPTH} deep.") from None
+    except UnicodeEncodeError:
+        raise bad_request("The JSON has an escape for half a surrogate pair, which is no text.") from None
+    except ValueError as error:
+        raise bad_request(f"The body is not valid JSON: {str(error)[:200]}") from None
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [inner for inner in level if isinstance(inner, (dict, list))]
+        if not level:
+            return False
+    return True
