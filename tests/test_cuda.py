@@ -22,6 +22,7 @@ from tolerances import TOLERANCES
 
 import tinyloop_py as tl
 from tinyloop_py import devices
+from tinyloop_py.kv_export import export_kv
 from tinyloop_py.lockstep import step_generations
 from tinyloop_py.native import library_path
 
@@ -113,6 +114,20 @@ def test_single_steps_may_follow_steps_that_ran_ahead():
         drawn += [step_generations([generation])[0] for _ in range(6)]
         drawn += list(generation)
         assert [*PROMPT.tolist(), *drawn] == want
+
+
+def test_an_output_that_is_kept_is_the_prefix_of_its_tokens():
+    """Steps that ran ahead leave what a cold run of prompt and output leaves."""
+    with open_model("cuda", "shipped", "bf16") as model:
+        for n in (23, 7):
+            generation = model._start(PROMPT, 23, loops=2, temperature=0.0, stop_tokens=())
+            generation.hold = True
+            tokens = [*PROMPT.tolist(), *(next(generation) for _ in range(n))]
+            kept = generation.keep()
+            want = model._engine.build_prefix(np.array(tokens, np.int32), 2, 0)
+            assert same_kv(export_kv(model._engine, kept), export_kv(model._engine, want))
+            assert same_bits(np.asarray(kept.final_x), np.asarray(want.final_x))
+            generation.close()
 
 
 def test_a_warm_request_allocates_nothing_and_makes_no_graph(emulated):

@@ -14,6 +14,7 @@ from runtime import BACKENDS_VARIABLE, EMULATED, backends
 TESTS = (
     "test_cuda.py::test_steps_that_run_ahead_draw_what_single_steps_draw[greedy]",
     "test_cuda.py::test_a_warm_request_allocates_nothing_and_makes_no_graph",
+    "test_cuda.py::test_an_output_that_is_kept_is_the_prefix_of_its_tokens",
     "test_cuda.py::test_closing_gives_everything_back",
     "test_cuda.py::test_out_of_memory_says_what_was_asked_and_loses_nothing",
     "test_cuda.py::test_a_driver_that_cannot_be_used_is_named",
