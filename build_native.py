@@ -254,10 +254,10 @@ def compile_all(jobs: Iterable[Job]) -> None:
         list(pool.map(Job.run, [job for job in jobs if job.is_stale()]))
 
 
-def _link(command: Sequence[str], build: Path, library: Path) -> Path:
+def link(command: Sequence[str], build: Path, library: Path, visible: str = EXPORTS) -> Path:
     """Links into a new file that then takes the library's place, so that a process which has it loaded goes on."""
     exports = build / "exports.map"
-    exports.write_text(EXPORTS)
+    exports.write_text(visible)
     new = library.with_name(library.name + ".new")
     _run([*command, "-Xlinker", f"--version-script={exports}", "-o", str(new)])
     new.replace(library)
@@ -279,8 +279,8 @@ def build_cpu(build: Path = BUILD, lib: Path = LIB, environ: Mapping[str, str] =
     compile_all(Job((*base, *flags, "-c", str(source)), target, (source, *headers)) for source, target, flags in units)
     objects = [str(target) for _, target, _ in units]
     defined = [] if any(flag.startswith("-fsanitize") for flag in more) else ["-Wl,--no-undefined"]  # a sanitizer's runtime comes from outside
-    link = [*compiler, "-shared", "-pthread", *defined, *more, *objects, *shlex.split(environ.get("LDFLAGS", ""))]
-    return _link(link, build, lib / "libtinyloop_cpu.so")
+    command = [*compiler, "-shared", "-pthread", *defined, *more, *objects, *shlex.split(environ.get("LDFLAGS", ""))]
+    return link(command, build, lib / "libtinyloop_cpu.so")
 
 
 def build_cuda(nvcc: Path, build: Path = BUILD, lib: Path = LIB, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Path | None:
@@ -297,7 +297,7 @@ def build_cuda(nvcc: Path, build: Path = BUILD, lib: Path = LIB, environ: Mappin
     jobs = [Job((*base, "-c", str(source)), build / f"{source.stem}.cu.o", (source, *headers)) for source in sources]
     compile_all(jobs)
     folders = [f"-L{folder}" for folder in toolkit_folders(nvcc, "lib", environ)]
-    return _link([*base, "-shared", "-cudart", "static", *folders, *(str(job.target) for job in jobs)], build, lib / "libtinyloop.so")
+    return link([*base, "-shared", "-cudart", "static", *folders, *(str(job.target) for job in jobs)], build, lib / "libtinyloop.so")
 
 
 def build_all(build: Path = BUILD, lib: Path = LIB, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> None:

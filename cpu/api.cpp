@@ -185,6 +185,7 @@ tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *) {
   return guarded([&]() -> tl_status {
     TL_REQUIRE(plan && batch && plan->memory, "a pointer is NULL, or the plan has no scratch memory yet");
     TL_CHECK(tl::check_batch(plan->desc, *batch));
+    if (batch->decode) return fail(TL_ERR_UNSUPPORTED, "tl_batch.decode is set: rows that step by themselves are CUDA's alone");
     TL_CHECK(tl::check_injected(plan->phases.data(), (int)plan->phases.size(), *batch));
     for (int i = 0; batch->sampling && i < batch->n_out; i++) TL_CHECK(tl::check_sampling(batch->sampling[i]));
     tl::run_batch(*plan, *batch);

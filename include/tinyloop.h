@@ -95,8 +95,8 @@ typedef struct tl_pack_rows {
   int32_t block;
   int32_t stride;
   int32_t offset;
-  const void *src;     /* (n_rows, n_in) row-major, of the matrix's dtype */
-  const float *scales; /* TL_INT8: (n_rows,) or (n_rows, n_groups); else NULL */
+  const void *src;     /* memory, (n_rows, n_in) row-major, of the matrix's dtype */
+  const float *scales; /* memory, TL_INT8: (n_rows,) or (n_rows, n_groups); else NULL */
 } tl_pack_rows;
 
 TL_API tl_status tl_matrix_nbytes(const tl_context *context, const tl_matrix *matrix, uint64_t *nbytes);
@@ -172,7 +172,7 @@ TL_API tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uin
 /* Bytes of one operand page of a part: per layer, 16 rows of the QKV product's operand. Needs the phases of desc too. */
 TL_API tl_status tl_plan_operand_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes);
 TL_API tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes);
-/* scratch: 64-byte aligned memory, at least tl_plan_scratch_nbytes(); it must outlive the plan. */
+/* scratch: zeroed, 64-byte aligned memory, at least tl_plan_scratch_nbytes(); it must outlive the plan. */
 TL_API tl_status tl_plan_bind(tl_plan *plan, void *scratch);
 
 /* How one token is drawn from logits. Order: bias, repetition penalty, temperature, top_k, top_p, min_p. */
@@ -192,9 +192,24 @@ typedef struct tl_sampling {
   const int32_t *history;     /* memory, (n_history,) tokens that the penalty counts; repeats allowed */
 } tl_sampling;
 
+/* CUDA: a row that steps by itself, what the draw at the end of a step changes, so that the next step can be enqueued unchanged. */
+typedef struct tl_decode {
+  uint32_t size;
+  int32_t n_drawn;            /* in/out: draws so far */
+  int32_t n_left;             /* in/out: draws that may follow; the last one, or a stop token, sets the row's pos to -1 */
+  int32_t n_stop;
+  const int32_t *stop;        /* memory, (n_stop,) */
+  int32_t *history;           /* memory, NULL or the sequence's tokens by position: drawn ones are added, the penalty counts all */
+  uint64_t *out;              /* NULL, or a ring that the host may read meanwhile: draw i (0-based) is at out[i % out_size] */
+  int32_t out_size;           /*   as (i + 1) << 32 | token */
+  int32_t reserved;
+} tl_decode;
+
 enum { TL_RUN_PRELUDE = 1, TL_RUN_CORE = 2, TL_RUN_CODA = 4, TL_RUN_HEAD = 8, TL_RUN_ALL = 15, TL_RUN_REBUILD = 16 };
 
-/* Rows to run. A row is one token of one sequence; rows of a sequence are in ascending position order. */
+/* Rows to run. A row is one token of one sequence; rows of a sequence are in ascending position order. Arrays are memory.
+ * On CUDA nothing in them is read before the batch runs, so that a captured batch may be replayed with other rows: the
+ * numbers here are then upper bounds, and rows without work have pos < 0. */
 typedef struct tl_batch {
   uint32_t size;
   int32_t n_rows;
@@ -211,12 +226,14 @@ typedef struct tl_batch {
   float *boundary_x;            /* (loop_end - loop_begin, n_out, dim): x of the out rows after each loop, or NULL */
   float *final_x;               /* (n_out, dim): x of the out rows before the final norm, or NULL */
   float *logits;                /* (n_out, vocab_size), or NULL */
-  const tl_sampling *sampling;  /* host, (n_out,), or NULL */
-  int32_t *sampled;             /* (n_out,) drawn tokens; needs sampling */
+  const tl_sampling *sampling;  /* (n_out,), or NULL */
+  int32_t *sampled;             /* (n_out,) drawn tokens; needs sampling, and may be NULL with decode */
   const int32_t *const *operand_table; /* as page_table, of operand pages: where the operands of the QKV products are kept, or NULL */
   const float *e_in;  /* (n_rows, dim) what the prelude gave; needed where loops inject it and the prelude is left out, or NULL */
   float *x_out;       /* (n_rows, dim): x of every row after the last loop, before a loop norm "last"; needs the core, or NULL */
   float *e_out;       /* (n_rows, dim): what the prelude gives every row, from STATE_INIT; needs the prelude, or NULL */
+  tl_decode *decode;            /* (n_out,), or NULL; CUDA alone has it; needs sampling and n_out == n_rows, out_row[i] == i. Row i's token and pos
+                                 * are written: a draw's position is pos + 1, and its history tl_decode.history where given */
 } tl_batch;
 
 /* With TL_RUN_REBUILD, the other sections (not the head) do nothing but write the K and V of the rows from the operands that

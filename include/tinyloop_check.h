@@ -135,7 +135,8 @@ inline const char *check_batch(const tl_plan_desc &d, const tl_batch &b) {
   if (!(b.sections & TL_RUN_PRELUDE) && !b.x_in && !rebuild) return "tl_batch leaves the prelude out and lacks x_in";
   if (b.x_out && !(b.sections & TL_RUN_CORE)) return "tl_batch.x_out needs the core";
   if (b.e_out && !(b.sections & TL_RUN_PRELUDE)) return "tl_batch.e_out needs the prelude";
-  if (b.sampling && (!b.sampled || !(b.sections & TL_RUN_HEAD))) return "tl_batch.sampling needs sampled and the head";
+  if (b.sampling && ((!b.sampled && !b.decode) || !(b.sections & TL_RUN_HEAD))) return "tl_batch.sampling needs sampled and the head";
+  if (b.decode && (!b.sampling || b.n_out != b.n_rows)) return "tl_batch.decode needs sampling, and a head for every row";
   return nullptr;
 }
 

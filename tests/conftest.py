@@ -44,8 +44,8 @@ def smollm2_gguf() -> Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `backend` runs on every device of the run."""
+    """A test that takes `backend` runs on every device of the run; where its module says CPU_ONLY, on the CPU."""
     if "backend" in metafunc.fixturenames:
         from runtime import backends
 
-        metafunc.parametrize("backend", backends())
+        metafunc.parametrize("backend", ["cpu"] if getattr(metafunc.module, "CPU_ONLY", False) else backends())

@@ -89,7 +89,7 @@ def test_more_loops_than_a_page_table_can_have(tmp_path):
     tl.save_model(tmp_path / "deep.tinyloop", config, random_model(config))
     with tl.Model(tmp_path / "deep.tinyloop", 1 << 16, kv_budget=10**7) as model:
         for loops in (10**5, 10**6, 2**30, 2**31 - 1):
-            with pytest.raises(tl.OutOfMemoryError, match="loops|kv_budget"):
+            with pytest.raises(tl.OutOfMemoryError, match=r"loops|kv_budget"):
                 model.generate([1], 1, loops=loops)
 
 

@@ -483,6 +483,17 @@ def test_fields_of_a_batch_are_checked(tiny):
         tiny.refuses("tl_op_sample", (tiny.cpu.handle, 16, byref(samplings[1]), *tiny.arguments()["tl_op_sample"][3:]), word)
 
 
+def test_rows_that_step_by_themselves_are_cudas_alone(tiny):
+    rows, drawn = np.arange(1, dtype=np.int32), np.zeros(1, np.int32)
+    sampling, decode = struct("tl_sampling", top_p=1.0, repetition_penalty=1.0), struct("tl_decode", n_left=1)
+    batch = changed(
+        tiny.batch, n_rows=1, n_out=1, out_row=rows.ctypes.data, sampled=drawn.ctypes.data,
+        sampling=ctypes.addressof(sampling), decode=ctypes.addressof(decode),
+    )  # fmt: skip
+    assert tiny.lib.tl_plan_enqueue(tiny.plan, byref(batch), None) == C["TL_ERR_UNSUPPORTED"]
+    assert b"CUDA" in tiny.lib.tl_last_error()
+
+
 def test_rows_go_on_at_a_further_loop(lib):
     """Two loops at once, and one after the other through x_out, e_out, x_in and e_in: the same bits, and e is the embedding."""
     tiny = Tiny(lib)

@@ -17,6 +17,7 @@ GREEDY = {"temperature": 0.0, "stop_tokens": ()}
 WITHOUT_CODA, WITH_CODA = "shipped", "huginn"
 TOKENS = random_tokens(CONFIGS[WITH_CODA], 90)  # ids that every model here has
 
+CPU_ONLY = True  # CUDA keeps no hidden rows yet; test_cuda.py has the error
 pytestmark = pytest.mark.filterwarnings("ignore:loops = .* is deeper")
 
 

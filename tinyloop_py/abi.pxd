@@ -86,6 +86,14 @@ cdef extern from "tinyloop.h" nogil:
         int32_t n_history
         const int32_t *history
 
+    struct tl_decode:
+        uint32_t size
+        int32_t n_drawn, n_left, n_stop
+        const int32_t *stop
+        int32_t *history
+        uint64_t *out
+        int32_t out_size, reserved
+
     struct tl_batch:
         uint32_t size
         int32_t n_rows, sections, loop_begin, loop_end, window
@@ -105,6 +113,7 @@ cdef extern from "tinyloop.h" nogil:
         const float *e_in
         float *x_out
         float *e_out
+        tl_decode *decode
 
     struct tl_matmul_args:
         uint32_t size

@@ -35,9 +35,12 @@ cdef class PackedMatrix:
 
 @cython.no_gc_clear  # the library must outlive the handle
 cdef class Context:
-    """The CPU backend: `threads` threads on one of the code paths "avx512", "avx2" and "generic"."""
+    """A backend: here the CPU's, `threads` threads on one of the code paths "avx512", "avx2" and "generic".
 
-    def __init__(self, Library library, int threads=1, str isa="best"):
+    `CudaContext` derives from it.
+    """
+
+    def __init__(self, Library library, int threads=1, str isa="best", int device=0):
         cdef tl_context_desc desc
         cdef tl_context_info info
         if isa not in ISAS:
@@ -46,9 +49,9 @@ cdef class Context:
         desc.size = sizeof(desc)
         desc.n_threads = threads
         desc.isa = ISAS[isa]
-        desc.device = 0
+        desc.device = device
         self._pid = getpid()
-        library.check(library.f.context_create(&desc, &self.handle), "starting the CPU backend")
+        library.check(library.f.context_create(&desc, &self.handle), "starting the backend")
         info.size = sizeof(info)
         library.check(library.f.context_get_info(self.handle, &info), "asking the backend")
         self.name = info.name.decode()
@@ -77,6 +80,10 @@ cdef class Context:
         """Address space that gets memory on demand."""
         return HostRange(nbytes)
 
+    def page_copy(self):
+        """What copies a KV page, called with (to, source, nbytes); None where pages are host memory."""
+        return None
+
     def free_nbytes(self):
         """Bytes that could still be allocated, or None where unknown."""
         return free_host_memory()
@@ -87,8 +94,25 @@ cdef class Context:
         cdef Buffer buffer = self.alloc(flat.nbytes, what)
         cdef const unsigned char[::1] source = flat
         if source.shape[0]:
-            memcpy(<void *>buffer.pointer, &source[0], source.shape[0])
+            self.copy(buffer.pointer, <uintptr_t>&source[0], source.shape[0])
         return buffer
+
+    cdef int copy(self, uintptr_t to, uintptr_t source, int64_t nbytes) except -1:
+        """Copies between any two places, in the order of what is enqueued; host memory is free again on return."""
+        memcpy(<void *>to, <const void *>source, nbytes)
+        return 0
+
+    cdef int wait(self) except -1:
+        """Waits for all that is enqueued."""
+        return 0
+
+    cdef int expect(self, int64_t nbytes) except -1:
+        """Makes room for `nbytes` of arrays that `readable` will be asked about; what it gave before is read no more."""
+        return 0
+
+    cdef uintptr_t readable(self, object array) except? 0:
+        """Where the backend can read a host array, from what is enqueued next, until `expect`."""
+        return array.__array_interface__["data"][0]
 
     # ---- matrices
 
@@ -120,12 +144,16 @@ cdef class Context:
         for data, scales, n_rows, block, stride, offset in sources:
             rows.size = sizeof(rows)
             rows.n_rows, rows.block, rows.stride, rows.offset = n_rows, block, stride, offset
-            rows.src = <const void *><uintptr_t>data.__array_interface__["data"][0]
-            rows.scales = NULL if scales is None else <const float *><uintptr_t>scales.__array_interface__["data"][0]
+            self.expect(data.nbytes + (0 if scales is None else scales.nbytes + 256))
+            rows.src = <const void *>self.readable(data)
+            rows.scales = NULL if scales is None else <const float *>self.readable(scales)
             with nogil:
-                status = self.library.f.matrix_pack(self.handle, &packed.matrix, &rows, NULL)
+                status = self.library.f.matrix_pack(self.handle, &packed.matrix, &rows, self.stream)
             self.library.check(status, f"packing {what}")
         return packed
+
+    def end_loading(self):
+        """Frees what `pack` used to bring tensors to the device. Idempotent."""
 
     # ---- single operations
 
@@ -143,7 +171,7 @@ cdef class Context:
         args.a = &a[0, 0]
         args.y = &out[0, 0]
         with nogil:
-            status = self.library.f.op_matmul(self.handle, &args, NULL)
+            status = self.library.f.op_matmul(self.handle, &args, self.stream)
         self.library.check(status, "matmul")
         return y
 
@@ -154,7 +182,7 @@ cdef class Context:
         if x.shape[0] == 0 or x.shape[1] == 0 or weight.shape[0] != x.shape[1]:
             raise ValueError(f"x has shape {(x.shape[0], x.shape[1])} and weight {weight.shape[0]} values")
         self.library.check(
-            self.library.f.op_rms_norm(self.handle, x.shape[0], x.shape[1], eps, &x[0, 0], &weight[0], &out[0, 0], NULL), "rms_norm"
+            self.library.f.op_rms_norm(self.handle, x.shape[0], x.shape[1], eps, &x[0, 0], &weight[0], &out[0, 0], self.stream), "rms_norm"
         )
         return y
 
@@ -165,13 +193,13 @@ cdef class Context:
         if up.shape[0] == 0 or (gate is not None and gate.shape[0] != up.shape[0]):
             raise ValueError("gate and up differ in length, or are empty")
         cdef const float *g = NULL if gate is None else &gate[0]
-        self.library.check(self.library.f.op_activation(self.handle, act, up.shape[0], g, &up[0], &out[0], NULL), "activation")
+        self.library.check(self.library.f.op_activation(self.handle, act, up.shape[0], g, &up[0], &out[0], self.stream), "activation")
         return y
 
     def read_rate(self, Buffer buffer, int n_repeats=1):
         """Bytes per second at which all threads together read the buffer, each its own part."""
         cdef double rate
         with nogil:
-            status = self.library.f.probe_read(self.handle, <const void *>buffer.pointer, buffer.nbytes, n_repeats, &rate, NULL)
+            status = self.library.f.probe_read(self.handle, <const void *>buffer.pointer, buffer.nbytes, n_repeats, &rate, self.stream)
         self.library.check(status, "the read probe")
         return rate

@@ -2,11 +2,13 @@ from libc.stdint cimport int32_t
 
 from .abi cimport tl_batch
 from .plan cimport Plan
+from .runner cimport Runner
 from .sequence cimport KvPrefix, Sequence
 
 
 cdef class Engine:
     cdef readonly Plan plan
+    cdef readonly Runner runner
     cdef readonly object config
     cdef readonly int max_rows, max_out
     cdef object _lock

@@ -4,6 +4,7 @@ from typing_extensions import Self, disjoint_base
 
 from .config import ModelConfig
 from .plan import Plan
+from .runner import Runner
 from .sequence import KvPrefix
 
 _Int32 = memoryview | npt.NDArray[np.int32]
@@ -13,6 +14,8 @@ class Engine:
     def __new__(cls, plan: Plan, config: ModelConfig) -> Self: ...
     @property
     def plan(self) -> Plan: ...
+    @property
+    def runner(self) -> Runner: ...
     @property
     def config(self) -> ModelConfig: ...
     @property

@@ -15,9 +15,12 @@ from libc.string cimport memset
 
 from .abi cimport (
     TL_PAGE_POSITIONS, TL_RUN_CODA, TL_RUN_CORE, TL_RUN_HEAD, TL_RUN_PRELUDE, TL_RUN_REBUILD, TL_STAGE_CODA, TL_STAGE_CORE, TL_STAGE_PRELUDE,
-    tl_batch, tl_status,
+    tl_batch,
 )
+from .cuda_context cimport CudaContext
+from .cuda_runner cimport CudaRunner
 from .plan cimport Plan
+from .runner cimport Runner
 from .sampling cimport Sampling
 from .sequence cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Sequence
 
@@ -31,6 +34,7 @@ cdef class Engine:
         self.max_rows = plan.desc.max_rows
         self.max_out = plan.desc.max_out
         self._lock = threading.Lock()
+        self.runner = CudaRunner(plan, self._lock) if isinstance(plan.context, CudaContext) else Runner(plan)
         n = max(self.max_rows, self.max_out)
         self._pos = <int32_t *>malloc(n * sizeof(int32_t))
         self._seq = <int32_t *>malloc(n * sizeof(int32_t))
@@ -48,6 +52,7 @@ cdef class Engine:
         with self._lock:
             if not self._is_freed:
                 self._is_freed = True
+                self.runner.close()
                 self.plan.close()
                 self.plan.context.close()
 
@@ -83,13 +88,9 @@ cdef class Engine:
 
     cdef int run_locked(self, tl_batch *batch) except -1:
         """Runs a batch; the lock is held."""
-        cdef tl_status status
         self.check_open()
         batch.size = sizeof(tl_batch)
-        with nogil:
-            status = self.plan.context.library.f.plan_enqueue(self.plan.handle, batch, NULL)
-        self.plan.context.library.check(status, "running the model")
-        return 0
+        return self.runner.run(batch)
 
     cdef int step(self, Sequence seq, const int32_t *tokens, int n, tl_batch *want) except -1:
         """Runs the next `n` (<= max_rows) tokens of a sequence; `want` says what of the rows is asked for."""

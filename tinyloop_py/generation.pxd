@@ -4,6 +4,7 @@ from .abi cimport tl_batch
 from .engine cimport Engine
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
+from .runner cimport Stepper
 from .sampling cimport Sampling
 from .sequence cimport KvPrefix, Sequence
 
@@ -26,11 +27,15 @@ cdef class Generation:
     cdef str _ending                   # the finish reason that a running step leaves
     cdef readonly object logits        # float32 (vocab_size,) that the last token was drawn from, or None
     cdef float *_logits
+    cdef Stepper stepper               # where the backend runs steps ahead, from the first that can
+    cdef bint _steps_singly            # it does not
 
     cdef int open(self, KvPrefix prefix) except -1
     cdef int run_prompt(self) except -1
     cdef int run_head(self, tl_batch *want) except -1
     cdef int run_last(self) except -1
+    cdef bint run_ahead(self) except -1
+    cdef void end_ahead(self) noexcept
     cdef int ask(self, tl_batch *want) except -1
     cdef int end_prompt(self) except -1
     cdef int fall_back(self) except -1

@@ -9,6 +9,7 @@ from libc.string cimport memcpy, memset
 from .abi cimport TL_RUN_HEAD, tl_batch
 from .engine cimport Engine
 from .pool cimport PrefixPool
+from .runner cimport Stepper
 from .sampling cimport Sampling
 from .sequence cimport KvPrefix
 
@@ -173,6 +174,8 @@ cdef class Generation:
         """Runs the last token's row and draws the next."""
         cdef tl_batch want
         cdef int32_t zero = 0
+        if self.run_ahead():
+            return 0
         memset(&want, 0, sizeof(want))
         want.sections = TL_RUN_HEAD
         want.n_out = 1
@@ -181,6 +184,30 @@ cdef class Generation:
         self.engine.step(self.seq, self.tokens + self.n_tokens - 1, 1, &want)
         self._has_drawn = True
         return 0
+
+    cdef bint run_ahead(self) except -1:
+        """Draws the next token by steps that the backend runs ahead, where it does."""
+        if self.stepper is None:
+            if self._steps_singly or self._logits != NULL:
+                return False
+            with self.engine._lock:
+                self.engine.check_open()
+                self.stepper = self.engine.runner.stepper(
+                    self.seq, self.sampling, self.tokens, self.n_tokens, self.n_prompt + self.max_tokens - self.n_tokens
+                )
+            self._steps_singly = self.stepper is None
+            if self._steps_singly:
+                return False
+        self._drawn = self.stepper.next()
+        self._has_drawn = True
+        self.engine.check_signals(self.seq)
+        return True
+
+    cdef void end_ahead(self) noexcept:
+        """The next step is one of another kind, or there is none."""
+        stepper, self.stepper = self.stepper, None
+        if stepper is not None:
+            (<Stepper>stepper).stop()
 
     cdef int next_token(self) except? -2:
         """Draws the next token and returns it; -1 when the output has ended."""
@@ -231,6 +258,7 @@ cdef class Generation:
             self._ending = self._ending or reason
             return 0
         self.finish_reason = reason
+        self.end_ahead()
         if not self.hold:
             self.seq.release()
         self.entry = self.prefix = None

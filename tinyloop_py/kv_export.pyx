@@ -47,8 +47,8 @@ def export_page(Engine engine, int stage, int page):
     cdef unsigned char[::1] k_bytes = keys.reshape(-1).view(np.uint8)
     cdef unsigned char[::1] v_bytes = values.reshape(-1).view(np.uint8)
     with engine._lock:
-        status = engine.plan.context.library.f.plan_export_page(engine.plan.handle, part, page, &k_bytes[0], &v_bytes[0], NULL)
-    engine.plan.context.library.check(status, "reading a KV page")
+        engine.check_open()
+        engine.runner.read_page(part, page, &k_bytes[0], &v_bytes[0])
     return keys, values
 
 
@@ -59,8 +59,8 @@ def export_operands(Engine engine, int stage, int page):
     out = np.empty(engine.plan.store.page_nbytes(part + 3), np.uint8)
     view = out
     with engine._lock:
-        status = engine.plan.context.library.f.plan_export_operands(engine.plan.handle, part, page, &view[0], NULL)
-    engine.plan.context.library.check(status, "reading a page of operands")
+        engine.check_open()
+        engine.runner.read_operands(part, page, &view[0])
     return out
 
 
@@ -71,5 +71,5 @@ def import_operands(Engine engine, int stage, int page, operands):
     if view.shape[0] != engine.plan.store.page_nbytes(part + 3):
         raise ValueError(f"the page has {view.shape[0]} bytes, expected {engine.plan.store.page_nbytes(part + 3)}")
     with engine._lock:
-        status = engine.plan.context.library.f.plan_import_operands(engine.plan.handle, part, page, &view[0], NULL)
-    engine.plan.context.library.check(status, "writing a page of operands")
+        engine.check_open()
+        engine.runner.write_operands(part, page, &view[0])

@@ -6,18 +6,12 @@ import os
 from collections.abc import Mapping
 
 from .config import ModelConfig
+from .environment import is_on
 
 KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "int8": "int8", "int4": "int4", "h": "f16"}  # mode -> type of a stored value
+CUDA_MODES = ("fp16", "bf16", "fp32")
 VARIABLES = {"h": "TINYLOOP_KV_H_MODE", "int8": "TINYLOOP_KV_INT8", "int4": "TINYLOOP_KV_INT4"}
-_OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on")
 _GROUP = 32  # TL_KV_GROUP, dimensions that share a scale and a zero of int4 values; and TL_INT8_GROUP
-
-
-def _is_on(name: str, environ: Mapping[str, str]) -> bool:
-    value = environ.get(name, "").strip().lower()
-    if value not in _OFF + _ON:
-        raise ValueError(f"the environment variable {name} is {environ[name]!r}, expected 1, true or on; or 0, false, off or nothing")
-    return value in _ON
 
 
 def resolve_kv_mode(kv_mode: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -33,7 +27,7 @@ def resolve_kv_mode(kv_mode: str | None, environ: Mapping[str, str] = os.environ
             raise TypeError(f"kv_mode must be a str or None, got {type(kv_mode).__name__}")
         asked = [kv_mode]
     else:
-        asked = [mode for mode, name in VARIABLES.items() if _is_on(name, environ)]
+        asked = [mode for mode, name in VARIABLES.items() if is_on(name, environ)]
     if len(asked) > 1:
         names = " and ".join(VARIABLES[mode] for mode in asked)
         raise ValueError(f"{names} are on, and a model has one KV mode; turn all but one off")
@@ -48,8 +42,10 @@ def has_kv_mode(mode: str, config: ModelConfig) -> bool:
     return mode != "h" or 2 * config.kv_dim > config.dim
 
 
-def check_kv_mode(mode: str, config: ModelConfig) -> None:
-    """ValueError where a model cannot have a mode."""
+def check_kv_mode(mode: str, config: ModelConfig, device: str = "cpu") -> None:
+    """ValueError where a model cannot have a mode, or its device ("cpu", "cuda:0") has not."""
+    if device != "cpu" and mode not in CUDA_MODES:
+        raise ValueError(f"the KV mode {mode} is not there on CUDA yet; take {', '.join(CUDA_MODES)}, or device='cpu'")
     if not has_kv_mode(mode, config):
         raise ValueError(
             f"the KV mode h keeps the {config.dim} values of a layer's input in place of its {2 * config.kv_dim} of keys and values, which is not "

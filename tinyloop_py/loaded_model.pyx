@@ -22,8 +22,9 @@ from .kv_modes import KV_DTYPES, check_kv_mode, resolve_kv_mode
 from .model_file import open_model_file
 from .packing import load_weights
 
-cdef int MAX_ROWS = 512  # tokens of one prefill step
-cdef int MAX_OUT = 64    # of them, rows that may reach the head
+cdef int MAX_ROWS = 512        # tokens of one prefill step
+cdef int MAX_ROWS_CUDA = 1024  # the same on a GPU, which needs more of them to be busy
+cdef int MAX_OUT = 64          # of them, rows that may reach the head
 
 
 cdef class LoadedModel(PoolClient):
@@ -54,9 +55,10 @@ cdef class LoadedModel(PoolClient):
             self._tokenizer_json = file.tokenizer_json
             check_kv_mode(self.kv_mode, file.config)
             context, self.device = open_context(device, threads)
+            check_kv_mode(self.kv_mode, file.config, self.device)
             weights = load_weights(context, file)
             self._weights_id, self._file_id = file.weights_id(), file.file_id
-        rows = min(MAX_ROWS, self.max_seq_len)
+        rows = min(MAX_ROWS if self.device == "cpu" else MAX_ROWS_CUDA, self.max_seq_len)
         plan = Plan(
             context, self.config, weights, KV_DTYPES[self.kv_mode], rows, min(MAX_OUT, rows), self.max_seq_len, kv_budget, self.kv_mode == "h"
         )

@@ -171,6 +171,7 @@ cdef class StepRows:
         """Takes pages for the next `n` rows of a generation and appends them; the last of what it has draws."""
         cdef int i, first = g.seq.n_tokens
         cdef tl_batch want
+        g.end_ahead()
         g.seq.grow(first + n)
         for i in range(n):
             self.token[self.n_rows + i] = g.tokens[first + i]

@@ -28,6 +28,7 @@ cdef class AddressRange:
 
     cpdef int commit(self, int64_t nbytes) except -1
     cpdef int discard(self, int64_t offset, int64_t nbytes) except -1
+    cpdef int restore(self, int64_t offset, int64_t nbytes) except -1
     cpdef int close(self) except -1
 
 

@@ -101,7 +101,11 @@ cdef class AddressRange:
         raise TypeError("an AddressRange of no backend")
 
     cpdef int discard(self, int64_t offset, int64_t nbytes) except -1:
-        """Lets the memory of a committed part go where that is possible; the part stays usable."""
+        """Lets the memory of a committed part go where that is possible, until `restore`."""
+        return 0
+
+    cpdef int restore(self, int64_t offset, int64_t nbytes) except -1:
+        """Has memory behind a discarded part again, zero or as it was; OutOfMemoryError where there is none."""
         return 0
 
     cpdef int close(self) except -1:

@@ -109,4 +109,5 @@ def load_weights(context: Context, file: ModelFile, progress: Callable[[str], No
     for name in vector_shapes(config):
         if not name.endswith(".bias"):
             loader.vector(name, file.tensor(name).to_float32())
+    context.end_loading()
     return Weights(loader.matrices, loader.vectors)

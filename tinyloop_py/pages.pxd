@@ -23,7 +23,7 @@ cdef class KvStore:
     cdef readonly int64_t used_nbytes  # pages, and hidden rows beside them
     cdef readonly int64_t peak_nbytes
     cdef readonly int64_t reserved_nbytes  # promised to running calls and not taken yet
-    cdef object _free_nbytes
+    cdef object _free_nbytes, _copy
     cdef public object owner           # called for the model whose store this is; None once that is gone
     cdef public object fault           # called before a page is taken; tests raise from it
 

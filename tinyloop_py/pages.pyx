@@ -38,7 +38,9 @@ cdef class PageSpace:
         if self._warm:
             page = self._warm.pop()
         elif self._cold:
-            page = self._cold.pop()
+            page = self._cold[len(self._cold) - 1]
+            self._range.restore(page * self.page_nbytes, self.page_nbytes)
+            self._cold.pop()
         else:
             self._range.commit((self._n_seen + 1) * self.page_nbytes)
             page = <int32_t>self._n_seen
@@ -71,12 +73,15 @@ cdef class KvStore:
         Bytes of pages that may be in use or promised at any time; None for what the system gives.
     free_nbytes
         Called without a budget before a large promise: bytes that the system has free, or None.
+    copy
+        Called with (to, source, nbytes) to copy a page where pages are no host memory.
     """
 
-    def __init__(self, tuple spaces, budget=None, free_nbytes=None):
+    def __init__(self, tuple spaces, budget=None, free_nbytes=None, copy=None):
         self.spaces = spaces
         self.budget = budget
         self._free_nbytes = free_nbytes
+        self._copy = copy
         self.closed = False
         self.used_nbytes = 0
         self.peak_nbytes = 0
@@ -148,6 +153,9 @@ cdef class KvStore:
 
     cdef int copy_page(self, int part, int32_t source, int32_t target) except -1:
         """Copies a whole page; both belong to the caller."""
+        if self._copy is not None:
+            self._copy(self.page_pointer(part, target), self.page_pointer(part, source), self.page_nbytes(part))
+            return 0
         memcpy(<void *>self.page_pointer(part, target), <const void *>self.page_pointer(part, source), self.page_nbytes(part))
         return 0
 

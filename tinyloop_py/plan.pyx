@@ -216,7 +216,7 @@ cdef class Plan:
             else:
                 self.desc.operand_base[part] = <void *><uintptr_t>space.base
             spaces.append(space)
-        self.store = KvStore(tuple(spaces), kv_budget, self.context.free_nbytes)
+        self.store = KvStore(tuple(spaces), kv_budget, self.context.free_nbytes, self.context.page_copy())
         return 0
 
     @property
@@ -229,6 +229,7 @@ cdef class Plan:
         """K and V values that were clamped to float16's range so far."""
         cdef uint64_t n = 0
         if self.handle != NULL:
+            self.context.wait()
             self.context.library.check(self.context.library.f.plan_n_clamped(self.handle, &n), "asking the plan")
         return n
 

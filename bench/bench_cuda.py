@@ -1,0 +1,180 @@
+"""Decode, prefill, extension and a hit's cost on one GPU, random weights and tokens, beside PyTorch in the same run.
+
+    python bench/bench_cuda.py [--shapes ouro-1.4b,ouro-1.4b:int8,small-12x4,tiny-4x8] [--no-torch] [--no-compile] [--keep NAME]
+
+Decode is the time between tokens of one call in steady state, at a context of 1,024 to 1,152; prefill is a prompt of 1,024 up to
+its first token; extension is a call with 32 new tokens on a hit of 2,048, up to its first token. "hit" is the host's time until the
+first new row is asked for. Host time per token is what the calling thread spends on tokens that are already there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from common import keep, seconds, table
+
+import tinyloop_py as tl
+from tinyloop_py import loaded_model
+from tinyloop_py.layout import tensor_shapes
+from tinyloop_py.weights import STORED, WeightTensor
+
+CONTEXT, HIT, NEW, LONG = 1024, 2048, 128, 32768
+
+
+def looped(vocab_size: int, dim: int, ffn_dim: int, n_heads: int, head_dim: int, n_core: int, loops: int) -> tl.ModelConfig:
+    """Multi-head attention and SwiGLU, no prelude and no coda, a norm after every loop."""
+    return tl.ModelConfig(
+        vocab_size=vocab_size, dim=dim, ffn_dim=ffn_dim, n_heads=n_heads, n_kv_heads=n_heads, head_dim=head_dim,
+        n_core=n_core, default_loops=loops, loop_norm="every", final_norm=False,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "ouro-1.4b": looped(49152, 2048, 5632, 16, 128, n_core=24, loops=4),
+    "small-12x4": looped(32000, 768, 2048, 12, 64, n_core=12, loops=4),
+    "tiny-4x8": looped(32000, 1024, 2816, 16, 64, n_core=4, loops=8),
+}
+
+
+class RandomFile:
+    """A model file of random weights that is never written: stands for what `open_model_file` gives."""
+
+    stop_ids: tuple[int, ...] = ()
+    chat_template = tokenizer_json = None
+
+    def __init__(self, config: tl.ModelConfig, dtype: str) -> None:
+        self.config, self.dtype = config, dtype
+        self.shapes = tensor_shapes(config)
+        self.rng = np.random.default_rng(0)
+        values = self.rng.standard_normal(1 << 22).astype(np.float32)
+        self.some = {
+            "f32": values,
+            "bf16": (values.view(np.uint32) >> 16).astype(np.uint16),
+            "int8": self.rng.integers(-127, 128, 1 << 22).astype(np.int8),
+        }
+
+    def __enter__(self) -> RandomFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def tensor(self, name: str) -> WeightTensor:
+        """Random values around 1 for a vector, of standard deviation 1 / sqrt(columns) for a matrix."""
+        shape = self.shapes[name]
+        if len(shape) == 1:
+            return WeightTensor(name, "f32", shape, 1 + 0.1 * self.rng.standard_normal(shape[0]).astype(np.float32))
+        n, n_in = shape[0] * shape[1], shape[1]
+        if self.dtype == "int8":
+            scales = np.full(shape[0], 1 / (73 * np.sqrt(n_in)), np.float32)
+            return WeightTensor(name, "int8", shape, np.resize(self.some["int8"], n), scales)
+        # A power of two keeps the bits' spread: the exponent moves, and nothing is rounded.
+        step = round(0.5 * np.log2(n_in)) << 7
+        return WeightTensor(name, "bf16", shape, np.resize((self.some["bf16"] - step).astype(STORED["bf16"][1]), n))
+
+
+def open_random(config: tl.ModelConfig, dtype: str, max_seq_len: int) -> tl.Model:
+    """A model of random weights on the GPU."""
+    real = loaded_model.open_model_file
+    loaded_model.open_model_file = lambda path: RandomFile(config, dtype)  # type: ignore[attr-defined]
+    try:
+        return tl.Model(Path("random"), max_seq_len, device="cuda", kv_mode="bf16")
+    finally:
+        loaded_model.open_model_file = real  # type: ignore[attr-defined]
+
+
+def steady_ms(model: tl.Model, prompt: np.ndarray, n: int) -> float:
+    """Milliseconds between tokens of one generation."""
+    generation = model._start(prompt, n + 16, temperature=0.0, stop_tokens=())
+    for _ in range(8):
+        next(generation)
+    took = seconds(lambda: [next(generation) for _ in range(n)])
+    generation.close()
+    return took / n * 1e3
+
+
+def host_us(model: tl.Model, prompt: np.ndarray) -> float:
+    """Microseconds of the host for a token: four that are there already, and the launch of four more among them."""
+    generation, took = model._start(prompt, NEW, temperature=0.0, stop_tokens=()), []
+    for _ in range(20):
+        time.sleep(0.05)  # what was launched is done
+        took.append(seconds(lambda: [next(generation) for _ in range(4)]) / 4 * 1e6)
+    generation.close()
+    return statistics.median(took[2:])
+
+
+def hit_us(model: tl.Model, pool: tl.PrefixPool, prompt: np.ndarray) -> float:
+    """Microseconds from the call until its first new row could be enqueued: match, pages, the partly filled page."""
+    took = []
+    for _ in range(30):
+        begin = time.perf_counter()
+        generation = model._start(prompt, 8, temperature=0.0, pool=pool, run_prompt=False)
+        took.append((time.perf_counter() - begin) * 1e6)
+        generation.close()
+    return statistics.median(took)
+
+
+def median_ms(call: Any, n: int = 7) -> float:
+    call()
+    return statistics.median(seconds(call) * 1e3 for _ in range(n))
+
+
+def measure(name: str, dtype: str, torch_rows: bool, compiles: bool) -> dict[str, Any]:
+    """One row of the table."""
+    config, rng = SHAPES[name], np.random.default_rng(1)
+    long = LONG if name == "ouro-1.4b" and dtype == "bf16" else 0
+    tokens = rng.integers(0, config.vocab_size, max(long, HIT) + 64).astype(np.int32)
+    row: dict[str, Any] = {"shape": name, "weights": dtype}
+    begin = time.perf_counter()
+    with open_random(config, dtype, max(long, HIT + CONTEXT) + 1024) as model:
+        row["load s"] = round(time.perf_counter() - begin, 1)
+        row["decode ms"] = round(statistics.median(steady_ms(model, tokens[:CONTEXT], NEW) for _ in range(5)), 3)
+        row[f"at {HIT:,}"] = round(steady_ms(model, tokens[:HIT], NEW // 2), 3)
+        row["host us"] = round(host_us(model, tokens[:64]), 2)
+        row["prefill ms"] = round(median_ms(lambda: model.generate(tokens[:CONTEXT], 1, temperature=0.0, stop_tokens=())), 2)
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, tokens[:HIT])
+        for n in (8, 32, 64):
+            prompt = tokens[: HIT + n]
+            call = partial(model.generate_with_pool, pool, prompt, 1, temperature=0.0, stop_tokens=())
+            row[f"extend {n} ms"] = round(median_ms(call), 3)
+        row["hit us"] = round(hit_us(model, pool, tokens[: HIT + 32]), 1)
+        if long:
+            model.register_prefix(pool, tokens[:long])
+            row["hit 32k us"] = round(hit_us(model, pool, tokens[: long + 32]), 1)
+        assert pool.stats().fallbacks == 0
+        row["numerics_id"] = model.numerics_id
+    if torch_rows and dtype == "bf16":
+        import peers_cuda
+
+        row["torch"] = {key: round(value, 3) for key, value in peers_cuda.measure(config, CONTEXT, compiles).items()}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="ouro-1.4b,ouro-1.4b:int8,small-12x4,tiny-4x8")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes a minute a shape")
+    parser.add_argument("--keep", metavar="NAME")
+    asked: SimpleNamespace = parser.parse_args(namespace=SimpleNamespace())
+    rows = []
+    for shape in asked.shapes.split(","):
+        name, _, dtype = shape.partition(":")
+        rows.append(measure(name, dtype or "bf16", not asked.no_torch, not asked.no_compile))
+        print(rows[-1], flush=True)
+        if asked.keep:
+            keep(asked.keep, {"rows": rows})
+    columns = [c for c in rows[0] if c not in ("torch", "numerics_id")]
+    print(table([{c: row.get(c, "") for c in columns} for row in rows]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# All that is proven and measured on a GPU, in one go: bench/run_gpu.sh [STEP ...], steps: build check exact suite sanitize bench.
+#
+#   build     Cython modules and both libraries, in place
+#   check     python -m tinyloop_py, and the kernels once on small shapes
+#   exact     the bitwise matrix and the comparison with the reference on CUDA, first
+#   suite     the whole suite with the CUDA backend required
+#   sanitize  compute-sanitizer on the small shapes: memcheck, initcheck, racecheck
+#   bench     bench_cuda.py, PyTorch in the same run, kept as bench/results/cuda-<name of the GPU>.json
+#
+# PYTHON names the interpreter; it needs cython, setuptools, numpy, cuda-python, pytest, hypothesis, safetensors, tokenizers and torch.
+# LOGS is where full outputs go (default build/gpu-logs). Each step has its own time limit: LIMIT seconds, default 300.
+# Leaves the GPU's settings as they are. Exits non-zero where a step failed, after running the others.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-300} LOGS=${LOGS:-build/gpu-logs}
+mkdir -p "$LOGS"
+export PYTHONPATH=$PWD TINYLOOP_CUDA=on TINYLOOP_TEST_BACKENDS=cuda PYTHONUNBUFFERED=1
+FAILED=()
+
+step() { # NAME COMMAND...: runs it into a log, prints the end of that
+  local name=$1 began=$SECONDS status
+  shift
+  timeout "$LIMIT" "$@" > "$LOGS/$name.log" 2>&1
+  status=$?
+  tail -n "${TAIL:-4}" "$LOGS/$name.log"
+  echo "==== $name: status $status after $((SECONDS - began)) s"
+  [ $status = 0 ] || FAILED+=("$name")
+  return $status
+}
+
+step_build() {
+  # Only this GPU's target: the others are compiled by .ci/run.
+  local arch
+  arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader -i 0 | tr -d .)
+  [ "$arch" = 90 ] && arch=90a
+  export TINYLOOP_CUDA_ARCHS=${TINYLOOP_CUDA_ARCHS:-$arch}
+  TAIL=2 step build "$PYTHON" setup.py build_ext --inplace
+}
+
+step_check() {
+  nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.draw --format=csv,noheader
+  TAIL=30 step check-diagnosis "$PYTHON" -m tinyloop_py
+  step check-small "$PYTHON" bench/cuda_small.py
+}
+
+step_exact() {
+  step exact "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/test_cuda.py tests/test_exactness.py tests/test_backend_reference.py
+}
+
+step_suite() {
+  TAIL=12 step suite "$PYTHON" -m pytest -q -p no:cacheprovider
+}
+
+step_sanitize() {
+  local tool
+  for tool in memcheck initcheck racecheck; do
+    TINYLOOP_CUDA_SERIAL=1 TAIL=12 step "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" bench/cuda_small.py
+  done
+}
+
+step_bench() {
+  local name
+  name=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 | tr 'A-Z ' 'a-z-')
+  TAIL=30 step bench "$PYTHON" bench/bench_cuda.py --keep "cuda-$name" ${BENCH_OPTIONS:-}
+}
+
+command -v nvidia-smi > /dev/null || { echo "no nvidia-smi: this script is for a machine with an NVIDIA GPU"; exit 2; }
+for what in ${*:-build check exact sanitize bench suite}; do
+  case $what in
+    build | check | exact | suite | sanitize | bench) "step_$what" ;;
+    *) echo "unknown step $what: build check exact suite sanitize bench"; exit 2 ;;
+  esac
+  [ "$what" = build ] && [ ${#FAILED[@]} -gt 0 ] && break
+done
+cp bench/results/cuda-*.json "$LOGS/" 2> /dev/null
+[ ${#FAILED[@]} = 0 ] && echo "all steps passed" || { echo "FAILED: ${FAILED[*]}"; exit 1; }

@@ -1,0 +1,231 @@
+// The instructions that kernels use beyond plain C++, one small function each, and the limits of a CTA.
+//
+// The host emulator (tests/cuda_emulator) gives the same functions on fibers, so that every kernel also runs, slowly,
+// where no GPU is.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(TL_EMULATOR)
+#include "emulator.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#endif
+
+#if defined(TL_EMULATOR) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+#define TL_HOPPER 1  // bulk copies on barriers, clusters, dependent launches
+#else
+#define TL_HOPPER 0
+#endif
+
+#define TL_DEVICE static __device__ __forceinline__
+#define TL_DEVICE_MEMBER __device__ __forceinline__
+#define TL_BOTH static __host__ __device__ __forceinline__
+
+namespace tl {
+
+constexpr int kThreads = 256;  // of nearly every kernel: the reduction trees are laid out for it
+constexpr int kWarps = kThreads / 32;
+
+TL_DEVICE int lane_id() { return threadIdx.x % 32; }
+TL_DEVICE int warp_id() { return threadIdx.x / 32; }
+
+#if !defined(TL_EMULATOR)
+
+template <class T>
+TL_DEVICE T *shared_memory() {
+  extern __shared__ __align__(1024) uint8_t tl_shared_memory[];
+  return (T *)tl_shared_memory;
+}
+
+// An address in shared memory as the instructions below take it.
+using shared_t = uint32_t;
+TL_DEVICE shared_t shared_of(const void *p) { return (shared_t)__cvta_generic_to_shared(p); }
+
+// ---- tensor cores: d += a b, float32 accumulators. a is 16 x 16, b is 16 x 8.
+
+TL_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+TL_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 tiles of 16-bit values; lane i gives the address of row i % 8 of tile i / 8.
+TL_DEVICE void ldmatrix4(uint32_t (&r)[4], shared_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+TL_DEVICE void ldmatrix4_transposed(uint32_t (&r)[4], shared_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+// ---- pairs of 16-bit floats, the first in the low half
+
+TL_DEVICE uint32_t pack_bf16(float lo, float hi) {
+  const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+  uint32_t u;
+  memcpy(&u, &v, 4);
+  return u;
+}
+TL_DEVICE uint32_t pack_f16(float lo, float hi) {
+  const __half2 v = __floats2half2_rn(lo, hi);
+  uint32_t u;
+  memcpy(&u, &v, 4);
+  return u;
+}
+TL_DEVICE float2 unpack_f16(uint32_t u) {
+  __half2 v;
+  memcpy(&v, &u, 4);
+  return __half22float2(v);
+}
+// a - b of bfloat16 pairs whose differences are exact.
+TL_DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
+  __nv_bfloat162 x, y;
+  memcpy(&x, &a, 4);
+  memcpy(&y, &b, 4);
+  const __nv_bfloat162 d = __hsub2(x, y);
+  uint32_t u;
+  memcpy(&u, &d, 4);
+  return u;
+}
+
+// 1 / x, one unit in the last place, subnormals flushed.
+TL_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 2^x, two units in the last place, subnormals flushed.
+TL_DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- copies from memory to shared memory
+
+TL_DEVICE void copy16_async(shared_t to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+TL_DEVICE void copy16_async(void *to, const void *from) { copy16_async(shared_of(to), from); }
+TL_DEVICE uint2 load_shared8(shared_t p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+TL_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most `pending` of this thread's latest groups are still under way.
+template <int pending>
+TL_DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+#if TL_HOPPER
+TL_DEVICE void barrier_init(shared_t barrier, int n_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals) : "memory");
+}
+TL_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+TL_DEVICE void barrier_arrive(shared_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+TL_DEVICE void barrier_arrive_expecting(shared_t barrier, int nbytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(nbytes) : "memory");
+}
+TL_DEVICE void barrier_wait(shared_t barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra wait;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+TL_DEVICE uint64_t keep_policy() {
+  uint64_t p;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
+  return p;
+}
+TL_DEVICE uint64_t pass_policy() {
+  uint64_t p;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p));
+  return p;
+}
+// A whole run of bytes (a multiple of 16) by the copy engine; the barrier counts them.
+TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+               "r"(nbytes), "r"(barrier), "l"(policy)
+               : "memory");
+}
+TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(nbytes),
+               "r"(barrier)
+               : "memory");
+}
+
+// ---- clusters
+
+TL_DEVICE int cluster_rank() {
+  uint32_t r;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return (int)r;
+}
+TL_DEVICE int cluster_size() {
+  uint32_t n;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return (int)n;
+}
+TL_DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
+// The address of another CTA's shared variable, from the address of one's own.
+template <class T>
+TL_DEVICE const T *of_cluster_rank(const T *p, int rank) {
+  uint64_t q;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(q) : "l"(p), "r"(rank));
+  return (const T *)q;
+}
+#endif
+
+// ---- the order of kernels: a dependent kernel starts early and waits here for all memory of those before it
+
+TL_DEVICE void wait_for_previous_kernel() {
+#if TL_HOPPER
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+TL_DEVICE void let_next_kernel_start() {
+#if TL_HOPPER
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// A barrier of some of a CTA's warps: id 1..15, n_threads a multiple of 32.
+TL_DEVICE void sync_threads(int id, int n_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory"); }
+
+#endif  // TL_EMULATOR
+
+#if !TL_HOPPER
+TL_DEVICE int cluster_rank() { return 0; }
+TL_DEVICE int cluster_size() { return 1; }
+TL_DEVICE void cluster_sync() { __syncthreads(); }
+template <class T>
+TL_DEVICE const T *of_cluster_rank(const T *p, int) {
+  return p;
+}
+#endif
+
+TL_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
+TL_DEVICE float bits_float(uint32_t u) { return __uint_as_float(u); }
+
+}  // namespace tl

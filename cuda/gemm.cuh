@@ -1,0 +1,26 @@
+// y = W a for any number of batch rows whose operand lies in tiles. See gemm.cu and gemm_wgmma.cu; float32 weights: gemm_f32.cu.
+#pragma once
+
+#include "epilogue.cuh"
+#include "launch.h"
+#include "place.cuh"
+
+namespace tl {
+
+struct GemmArgs {
+  Matrix weight;
+  const float *bias;  // (n_out,) or NULL
+  int32_t n_rows;
+  Operand source;     // tiles; plain float32 rows for float32 weights
+  Epilogue epilogue;
+  PlaceArgs place;    // kPlace
+};
+
+// Whether a product's epilogue may be kPlace: its tiles are whole heads, and no norm goes over several.
+bool gemm_places(const tl_context &context, const Matrix &weight, const PlaceArgs &place);
+
+void launch_gemm(const Launcher &launcher, const GemmArgs &args);
+void launch_gemm_wgmma(const Launcher &launcher, const GemmArgs &args);  // no groups of int8 columns
+void launch_gemm_f32(const Launcher &launcher, const GemmArgs &args);
+
+}  // namespace tl

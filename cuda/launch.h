@@ -1,0 +1,97 @@
+// A device as the host sees it, and launching kernels on it.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "device.cuh"
+#include "tinyloop.h"
+
+namespace tl {
+enum Code { kCodeSm80 = 1, kCodeSm90 = 2, kCodeSm90a = 3 };  // which of the build's targets was loaded
+}
+
+struct tl_context {
+  int device;
+  int n_multiprocessors;
+  int max_shared_nbytes;  // that one CTA may take
+  int code;               // tl::Code; it may be sm_80's on a newer device
+  bool overlaps;          // kernels may start before the one before them has ended
+  int major, minor;
+  char name[64];
+  std::unordered_map<const void *, int> shared_limits;  // what kernels were allowed so far
+};
+
+namespace tl {
+
+struct DeviceError : std::runtime_error {
+  DeviceError(const std::string &what, cudaError_t error) : std::runtime_error(what + ": " + cudaGetErrorString(error)), error(error) {}
+  cudaError_t error;
+};
+
+inline void require(cudaError_t error, const char *what) {
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    throw DeviceError(what, error);
+  }
+}
+
+struct Shape {
+  dim3 grid;
+  int n_threads;
+  int shared_nbytes;
+  int cluster;  // CTAs of a cluster along x; 1 for none
+};
+
+// Launches the kernels of one batch: the first waits for everything before it, the others start early and wait inside.
+struct Launcher {
+  tl_context &context;
+  cudaStream_t stream;
+  mutable bool dependent = false;
+
+  template <class Args>
+  void launch(void (*kernel)(Args), const Shape &shape, const Args &args) const {
+#if defined(TL_EMULATOR)
+    emulator::launch(shape.grid, shape.n_threads, shape.shared_nbytes, shape.cluster, [=] { kernel(args); });
+#else
+    prepare((const void *)kernel, shape.shared_nbytes);
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = {};
+    config.gridDim = shape.grid;
+    config.blockDim = dim3(shape.n_threads);
+    config.dynamicSmemBytes = shape.shared_nbytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (shape.cluster > 1) {
+      cudaLaunchAttribute &a = attributes[config.numAttrs++];
+      a.id = cudaLaunchAttributeClusterDimension;
+      a.val.clusterDim.x = shape.cluster;
+      a.val.clusterDim.y = a.val.clusterDim.z = 1;
+    }
+    if (dependent && context.overlaps) {
+      cudaLaunchAttribute &a = attributes[config.numAttrs++];
+      a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      a.val.programmaticStreamSerializationAllowed = 1;
+    }
+    require(cudaLaunchKernelEx(&config, kernel, args), "launching a kernel");
+#endif
+    dependent = true;
+  }
+
+ private:
+#if !defined(TL_EMULATOR)
+  // Lets a kernel have its shared memory. All kernels ask for the same split between that and L1: an SM changes it only
+  // when it is empty, so that kernels which differ could not overlap.
+  void prepare(const void *kernel, int shared_nbytes) const {
+    const auto found = context.shared_limits.find(kernel);
+    if (found != context.shared_limits.end() && shared_nbytes <= found->second) return;
+    if (shared_nbytes > context.max_shared_nbytes) throw std::length_error("a kernel needs more shared memory than this device has");
+    require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_nbytes), "sizing shared memory");
+    require(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "sizing shared memory");
+    context.shared_limits[kernel] = shared_nbytes;
+  }
+#endif
+};
+
+}  // namespace tl

@@ -1,0 +1,270 @@
+// From a batch to kernel launches: which kernel takes a phase, and which row operations ride along with it.
+//
+// What lies between two matrix products touches one row at a time. It is gathered into a row program, which runs at the
+// head of the next product where that is a gemv of one row, else in a kernel of its own that leaves the operand behind.
+#include <algorithm>
+
+#include "attend.cuh"
+#include "gemm.cuh"
+#include "gemv.cuh"
+#include "plan.h"
+#include "rows.cuh"
+#include "sample.cuh"
+
+namespace tl {
+namespace {
+
+enum class Path { kGemv, kGemm, kF32 };
+
+class Lowering {
+ public:
+  Lowering(tl_plan &plan, const tl_batch &batch, cudaStream_t stream)
+      : p_(plan), d_(plan.desc), b_(batch), launcher_{plan.context, stream}, n_rows_(batch.n_rows) {}
+
+  void run() {
+    start_program();
+    if (b_.sections & TL_RUN_PRELUDE) section(0, TL_STAGE_PRELUDE);
+    if (b_.sections & TL_RUN_CORE)
+      for (int loop = b_.loop_begin; loop < b_.loop_end; loop++) {
+        section(1, TL_STAGE_CORE + loop);
+        if (b_.boundary_x && b_.n_out) copy_out_rows(b_.boundary_x + (int64_t)(loop - b_.loop_begin) * b_.n_out * d_.dim);
+      }
+    if (b_.sections & TL_RUN_CODA) section(2, TL_STAGE_CODA);
+    if (!(b_.sections & TL_RUN_HEAD)) return flush(0);
+    if (b_.n_out) section(3, 0);
+  }
+
+ private:
+  // ---- the row program
+
+  float *x(int i) const { return p_.buffer(p_.scratch.x[i]); }
+  float *e() const { return p_.buffer(p_.scratch.e); }
+  float *y() const { return p_.buffer(p_.scratch.y); }
+
+  // An empty program that reads x where it is.
+  void start_program() {
+    program_ = {};
+    program_.dim = d_.dim;
+    program_.eps = d_.norm_eps;
+    program_.token = b_.token;
+    program_.pos = b_.pos;
+    add_op(kRowLoad, x(current_), p_.dim_pad);
+    changed_ = false;
+  }
+
+  void add_op(RowOpKind kind, const float *p = nullptr, int stride = 0, float factor = 0.0f, uint64_t seed = 0) {
+    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise) {  // what was there is overwritten, unless stored
+      if (program_.n_ops && program_.op[program_.n_ops - 1].kind != kRowStore) program_.n_ops = 0;
+    }
+    program_.op[program_.n_ops++] = RowOp{kind, stride, p, factor, seed};
+    changed_ = true;
+  }
+
+  // Runs the program by itself, leaving its result in x[to].
+  void flush(int to) {
+    if (!changed_ && to == current_) return;
+    add_op(kRowStore, x(to), p_.dim_pad);
+    launch_rows(launcher_, n_rows_, RowsArgs{program_, Operand{}});
+    current_ = to;
+    start_program();
+  }
+
+  // ---- products
+
+  Path path_of(const tl_matrix &weight, int n_rows) const {
+    if (weight.dtype == TL_F32) return Path::kF32;
+    if (n_rows > kGemvRows) return Path::kGemm;
+    GemvArgs largest = {matrix_of(weight), x(0), n_rows, weight.n_out % 32 ? 1 : 2, {}, {}, {}};  // of what a phase may ask for
+    largest.epilogue.kind = kAddToRows;
+    return gemv_shared_nbytes(p_.context, largest) <= p_.context.max_shared_nbytes ? Path::kGemv : Path::kGemm;
+  }
+
+  Operand operand_of(uint64_t offset, const tl_matrix &weight, int n_rows) const {
+    const int layout = path_of(weight, n_rows) == Path::kGemm ? kOperandTiles : kOperandRows;
+    return {p_.memory + offset, operand_dtype(weight.dtype), layout, pad16(weight.n_in), round_up(n_rows, kRowTile) / 8};
+  }
+
+  void product(const tl_phase &phase, int n_rows, const Operand &source, const RowProgram *program, const Epilogue &epilogue) {
+    const Matrix weight = matrix_of(phase.weight);
+    if (path_of(phase.weight, n_rows) == Path::kGemv) {
+      GemvArgs g = {weight, phase.bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
+      if (program) g.program = *program;
+      return launch_gemv(launcher_, g);
+    }
+    const GemmArgs g{weight, phase.bias, n_rows, source, epilogue, place_};
+    return phase.weight.dtype == TL_F32 ? launch_gemm_f32(launcher_, g) : launch_gemm(launcher_, g);
+  }
+
+  // A product of the program's result, normed where the phase has a norm, with e behind it where asked.
+  void product_of_rows(const tl_phase &phase, int n_rows, const Epilogue &epilogue, bool keeps_x, bool with_e = false) {
+    const bool fused = n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv && fits_gemv(program_);
+    const int to = fused ? 1 - current_ : current_;  // CTAs that run the same program still read x
+    const bool stores = keeps_x && changed_;
+    if (stores) add_op(kRowStore, x(to), p_.dim_pad);
+    if (phase.norm) add_op(kRowNorm, phase.norm);
+    if (with_e) program_.tail = e(), program_.tail_stride = p_.dim_pad;
+    const Operand operand = operand_of(p_.scratch.operand, phase.weight, n_rows);
+    if (!fused) launch_rows(launcher_, n_rows, RowsArgs{program_, operand});
+    product(phase, n_rows, operand, fused ? &program_ : nullptr, epilogue);
+    if (stores) current_ = to;
+    start_program();
+  }
+
+  // ---- phases
+
+  void section(int index, int stage) {
+    stage_ = stage;
+    for (int i = d_.section[index]; i < d_.section[index + 1]; i++) phase(i);
+  }
+
+  void phase(int i) {
+    const tl_phase &f = p_.phases[i];
+    switch (f.kind) {
+      case TL_PHASE_EMBED: program_.embedding = matrix_of(f.weight); return add_op(kRowEmbed, nullptr, 0, f.scale);
+      case TL_PHASE_STATE_INIT: return state_init(f);
+      case TL_PHASE_INJECT: return f.weight.data ? inject(f) : add_op(kRowAdd, e(), p_.dim_pad);
+      case TL_PHASE_QKV: return qkv(f);
+      case TL_PHASE_ATTEND: return attend(f, p_.phases[i + 1]);
+      case TL_PHASE_OUT: return residual(f, p_.scratch.attn);
+      case TL_PHASE_GATE_UP: return gate_up(f, p_.phases[i + 1]);
+      case TL_PHASE_DOWN: return residual(f, p_.scratch.hidden);
+      case TL_PHASE_NORM: return add_op(kRowNorm, f.norm);
+      default: return head(f);
+    }
+  }
+
+  void state_init(const tl_phase &f) {
+    const bool saves = f.flags & TL_PHASE_SAVE_INPUT;
+    if (saves) add_op(kRowStore, e(), p_.dim_pad);
+    if (b_.x_in)
+      add_op(kRowLoad, b_.x_in, d_.dim);
+    else if (f.option == TL_INIT_ZERO)
+      add_op(kRowZero);
+    else if (f.option == TL_INIT_NORMAL)
+      add_op(kRowNoise, nullptr, 0, f.scale, f.seed);
+    if (saves) flush(current_);  // e must be in memory before anyone adds it
+  }
+
+  void inject(const tl_phase &f) {
+    Epilogue to_x = {};
+    to_x.kind = kToRows;
+    to_x.out = x(1 - current_);
+    to_x.stride = p_.dim_pad;
+    product_of_rows(f, n_rows_, to_x, false, true);
+    current_ = 1 - current_;
+    start_program();
+  }
+
+  void qkv(const tl_phase &f) {
+    const uint64_t page = page_nbytes(d_, f.part), layers = d_.n_layers[f.part];
+    place_ = {};
+    place_.rows = Rows{b_.pos, b_.seq, b_.page_table, n_rows_, stage_, d_.table_stride};
+    place_.kv = KvLayer{(uint8_t *)d_.kv_base[f.part], page, page / layers * f.layer, d_.kv_dtype, p_.head_pad};
+    place_.qkv = p_.buffer(p_.scratch.qkv);
+    place_.n_heads = d_.n_heads;
+    place_.n_kv_heads = d_.n_kv_heads;
+    place_.head_dim = d_.head_dim;
+    place_.qk_norm = d_.qk_norm;
+    place_.eps = d_.norm_eps;
+    place_.q_norm = f.q_norm;
+    place_.k_norm = f.k_norm;
+    place_.rotary_dim = f.flags & TL_PHASE_ROPE ? d_.rotary_dim : 0;
+    place_.interleaved = d_.rope_interleaved;
+    place_.cos = d_.rope_cos;
+    place_.sin = d_.rope_sin;
+    place_.q = p_.memory + p_.scratch.q;
+    place_.n_clamped = (unsigned long long *)(p_.memory + p_.scratch.n_clamped);
+    placed_ = path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
+    Epilogue to_qkv = {};
+    to_qkv.kind = placed_ ? kPlace : kToRows;
+    to_qkv.out = p_.buffer(p_.scratch.qkv);
+    to_qkv.stride = f.weight.n_out;
+    product_of_rows(f, n_rows_, to_qkv, true);
+  }
+
+  void attend(const tl_phase &f, const tl_phase &out) {
+    const int group = d_.n_heads / d_.n_kv_heads, a = b_.window, w = f.window;
+    AttendArgs args = {};
+    args.place = place_;
+    args.window = a && w ? std::min(a, w) : a + w;
+    args.scale = 1.44269504f / __builtin_sqrtf((float)d_.head_dim);
+    args.out = operand_of(p_.scratch.attn, out.weight, n_rows_);
+    args.place_here = n_rows_ == 1 && d_.qk_norm != TL_QK_NORM_FULL && d_.kv_dtype != TL_F32;
+    if (!args.place_here && !placed_) launch_place(launcher_, place_);
+    if (d_.kv_dtype == TL_F32) return launch_attend_f32(launcher_, args);
+    constexpr int kEnoughTiles = 64;
+    if ((n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles && !b_.decode && launch_attend_tile(launcher_, args)) return;
+    args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
+    launch_attend_split(launcher_, args);
+  }
+
+  void residual(const tl_phase &f, uint64_t source) {
+    const bool onto_x = f.block_norm == TL_NORM_PRE, branch = f.block_norm == TL_NORM_SANDWICH || f.block_norm == TL_NORM_POST;
+    Epilogue to = {};
+    to.kind = branch ? kToRows : kAddToRows;
+    to.out = onto_x ? x(current_) : y();
+    to.addend = x(current_);
+    to.stride = p_.dim_pad;
+    product(f, n_rows_, operand_of(source, f.weight, n_rows_), nullptr, to);
+    if (onto_x) return;
+    add_op(kRowLoad, y(), p_.dim_pad);
+    add_op(kRowNorm, f.post_norm);
+    if (branch) add_op(kRowAdd, x(current_), p_.dim_pad);
+  }
+
+  void gate_up(const tl_phase &f, const tl_phase &down) {
+    Epilogue to_hidden = {};
+    to_hidden.kind = kActivate;
+    to_hidden.act = f.option;
+    to_hidden.gated = f.flags & TL_PHASE_GATED;
+    to_hidden.operand = operand_of(p_.scratch.hidden, down.weight, n_rows_);
+    product_of_rows(f, n_rows_, to_hidden, true);
+  }
+
+  void copy_out_rows(float *to) {
+    flush(current_);
+    launch_copy_rows(launcher_, b_.n_out, CopyArgs{d_.dim, p_.dim_pad, x(current_), b_.out_row, to});
+  }
+
+  void head(const tl_phase &f) {
+    const bool given = b_.sections == TL_RUN_HEAD;  // x_in holds the final states
+    if (given)
+      add_op(kRowLoad, b_.x_in, d_.dim);
+    else if (b_.final_x)
+      copy_out_rows(b_.final_x);
+    if (!b_.logits && !b_.sampling) return;
+    if (!given) {
+      if (program_.op[0].kind != kRowLoad) flush(current_);
+      program_.source_row = b_.out_row;
+    }
+    Epilogue to_logits = {};
+    to_logits.kind = kToLogits;
+    to_logits.out = b_.logits ? b_.logits : p_.buffer(p_.scratch.logits);
+    to_logits.stride = to_logits.n_valid = d_.vocab_size;
+    to_logits.scale = f.scale;
+    to_logits.cap = f.softcap;
+    product_of_rows(f, b_.n_out, to_logits, false);
+    if (!b_.sampling) return;
+    SampleArgs s = {d_.vocab_size, b_.sampling, to_logits.out, p_.buffer(p_.scratch.sample_work), b_.sampled, b_.decode, nullptr, nullptr, {}, 0};
+    if (b_.decode) s.token = const_cast<int32_t *>(b_.token), s.pos = const_cast<int32_t *>(b_.pos);
+    launch_sample(launcher_, b_.n_out, s);
+  }
+
+  tl_plan &p_;
+  const tl_plan_desc &d_;
+  const tl_batch &b_;
+  Launcher launcher_;
+  const int n_rows_;
+  int stage_ = 0;
+  int current_ = 0;       // which of the two x buffers holds x
+  RowProgram program_{};  // from what is in memory to what x is by now
+  bool changed_ = false;  // whether that differs
+  PlaceArgs place_{};     // of the latest QKV phase
+  bool placed_ = false;   // whether its product has done the work already
+};
+
+}  // namespace
+
+void enqueue_batch(tl_plan &plan, const tl_batch &batch, cudaStream_t stream) { Lowering(plan, batch, stream).run(); }
+
+}  // namespace tl

@@ -1,0 +1,46 @@
+// q, k and v of several rows from the product's outputs to the q buffer and the KV pages; see place.cuh. A warp a head.
+#include "place.cuh"
+
+namespace tl {
+namespace {
+
+// 1 / rms over all heads of q or of k of a row (TL_QK_NORM_FULL).
+TL_DEVICE float inverse_of_all(const PlaceArgs &a, int row, int first_head, int n_heads, float *partial) {
+  const float *from = a.qkv + ((int64_t)row * (a.n_heads + 2 * a.n_kv_heads) + first_head) * a.kv.head_pad;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < n_heads * a.head_dim; i += kThreads) {
+    const float x = from[i / a.head_dim * a.kv.head_pad + i % a.head_dim];
+    sum = fmaf(x, x, sum);
+  }
+  return inverse_rms(block_sum(sum, partial), n_heads * a.head_dim, a.eps);
+}
+
+__global__ void __launch_bounds__(kThreads) place(const PlaceArgs a) {
+  float *shared = shared_memory<float>(), *v = shared + warp_id() * kMaxHeadDim, *partial = shared + kWarps * kMaxHeadDim;
+  let_next_kernel_start();
+  const int row = blockIdx.x, pos = a.rows.pos[row], n_heads = a.n_heads + 2 * a.n_kv_heads;
+  const int page = pos < 0 ? -1 : page_of(a.rows, a.rows.seq[row], pos);
+  Pairs angle;
+  load_angles(angle, a, max(pos, 0));
+  wait_for_previous_kernel();
+  float inverse_q = 0.0f, inverse_k = 0.0f;
+  if (a.qk_norm == TL_QK_NORM_FULL) {
+    inverse_q = inverse_of_all(a, row, 0, a.n_heads, partial);
+    inverse_k = inverse_of_all(a, row, a.n_heads, a.n_kv_heads, partial + kWarps);
+  }
+  for (int head = blockIdx.y * kWarps + warp_id(); head < n_heads; head += gridDim.y * kWarps) {
+    finish_head(a, raw_head(a, row, head), head, angle, head < a.n_heads ? inverse_q : inverse_k, v);
+    const int dim = lane_id() * 8;
+    if (dim < a.kv.head_pad) store_eight(a, row, head, dim, v + dim, page, pos % TL_PAGE_POSITIONS);
+  }
+}
+
+}  // namespace
+
+void launch_place(const Launcher &launcher, const PlaceArgs &args) {
+  // A norm over all heads needs them in one CTA.
+  const int n_heads = args.n_heads + 2 * args.n_kv_heads, n_parts = args.qk_norm == TL_QK_NORM_FULL ? 1 : (n_heads + kWarps - 1) / kWarps;
+  launcher.launch(place, Shape{dim3(args.rows.n_rows, n_parts), kThreads, (kWarps * kMaxHeadDim + 2 * kWarps) * 4, 1}, args);
+}
+
+}  // namespace tl

@@ -1,0 +1,317 @@
+"""What is CUDA's alone: decoding lanes, memory on the device, and errors. Skipped where the run has no CUDA backend.
+
+Counters of allocations and graphs are the emulator's (TINYLOOP_TEST_BACKENDS=cuda-emulated); the rest holds on a GPU as well.
+"""
+
+import ctypes
+import gc
+import sys
+import warnings
+from ctypes import byref
+from pathlib import Path
+
+import emulated_cuda
+import numpy as np
+import pytest
+from contract import CONSTANTS as C
+from contract import load
+from models import CONFIGS, random_tokens
+from runtime import backends, kv_of, model_file, open_model, same_bits, same_kv
+from test_native_contract import Tiny, changed
+from tolerances import TOLERANCES
+
+import tinyloop_py as tl
+from tinyloop_py import devices
+from tinyloop_py.kv_export import export_kv
+from tinyloop_py.lockstep import step_generations
+from tinyloop_py.native import library_path
+
+pytestmark = pytest.mark.skipif("cuda" not in backends(), reason="no CUDA device, and TINYLOOP_TEST_BACKENDS does not name cuda-emulated")
+PROMPT = random_tokens(CONFIGS["shipped"], 40)
+
+
+@pytest.fixture
+def emulated():
+    """The emulator's device."""
+    return emulated_cuda.installed() or pytest.skip("a GPU does not count its calls")
+
+
+def step_by_step(model, prompt, max_tokens, **how):
+    """The tokens of a generation that asks for logits, and so never runs ahead."""
+    generation = model._start(prompt, max_tokens, run_prompt=False, **how)
+    generation.keep_logits()
+    return generation.run()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 1.2, "seed": 4, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "logit_bias": {5: 8.0, 9: -float("inf")}},
+        {"temperature": 0.9, "seed": 8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "cache_window": 24},
+    ],
+    ids=["greedy", "drawn", "penalty", "bias", "filters and window"],
+)
+def test_steps_that_run_ahead_draw_what_single_steps_draw(how):
+    with open_model("cuda", "shipped", "bf16") as model:
+        ahead = model.generate(PROMPT, 37, loops=2, stop_tokens=(), **how)
+        assert ahead == step_by_step(model, PROMPT, 37, loops=2, stop_tokens=(), **how)
+        for stop in (ahead[43], ahead[60]):
+            stopped = model.generate(PROMPT, 37, loops=2, stop_tokens=(stop,), **how)
+            assert stopped == ahead[: ahead.index(stop, 40) + 1]
+        assert model.kv_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "group_size", "kv_mode"),
+    [("shipped", "bf16", None, "fp16"), ("qwen2", "bf16", None, "bf16"), ("huginn", "int8", 64, "bf16"), ("ouro", "f16", None, "fp16")],
+)
+def test_prompts_give_the_same_bits_however_they_run(name, dtype, group_size, kv_mode):
+    """The matrix of test_exactness.py at one loop and few splits: what the emulator can do in seconds."""
+    tokens = random_tokens(CONFIGS[name], 90)
+    with open_model("cuda", name, dtype, group_size=group_size, kv_mode=kv_mode, max_seq_len=128) as model:
+        cold = kv_of(model, tokens, loops=1)
+        for splits in ((17,), (64,), (65,), (1, 15, 16, 17, 63, 64, 65, 89)):
+            assert same_kv(cold, kv_of(model, tokens, loops=1, splits=splits)), f"split at {splits}"
+        together = model.logits(tokens, 1)
+        for n in (1, 2, 9, 17, 65):
+            assert same_bits(together[n - 1], model.logits(tokens[:n], 1, last_only=True)[0]), f"row {n - 1}"
+        narrow = kv_of(model, tokens, loops=1, window=20)
+        assert same_kv(narrow, kv_of(model, tokens, loops=1, window=20, splits=(33, 81)))
+
+
+def test_generations_that_take_turns_keep_their_own_rows():
+    with open_model("cuda", "shipped", "bf16") as model:
+        prompts = [random_tokens(CONFIGS["shipped"], n, seed=n) for n in (5, 31, 64)]
+        alone = [model.generate(p, 20, loops=2, temperature=1.0, seed=n, stop_tokens=())[len(p) :] for n, p in enumerate(prompts)]
+        running = [model._start(p, 20, loops=2, temperature=1.0, seed=n, stop_tokens=()) for n, p in enumerate(prompts)]
+        together = [[] for _ in prompts]
+        for _ in range(20):
+            for generation, tokens in zip(running, together, strict=True):
+                tokens.append(next(generation))
+        assert together == alone
+
+
+def test_what_a_closed_generation_had_launched_disturbs_nobody():
+    with open_model("cuda", "shipped", "bf16") as model:
+        want = model.generate(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=())
+        for n in (1, 2, 5, 17):
+            cut = model._start(random_tokens(CONFIGS["shipped"], 50, seed=7), 60, loops=2, stop_tokens=())
+            for _ in range(n):
+                next(cut)
+            cut.close()
+            assert model.kv_nbytes == 0
+            assert model.generate(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=()) == want
+
+
+def test_single_steps_may_follow_steps_that_ran_ahead():
+    with open_model("cuda", "shipped", "bf16") as model:
+        want = model.generate(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=())
+        generation = model._start(PROMPT, 30, loops=2, temperature=0.0, stop_tokens=())
+        drawn = [next(generation) for _ in range(7)]
+        drawn += [step_generations([generation])[0] for _ in range(6)]
+        drawn += list(generation)
+        assert [*PROMPT.tolist(), *drawn] == want
+
+
+def test_an_output_that_is_kept_is_the_prefix_of_its_tokens():
+    """Steps that ran ahead leave what a cold run of prompt and output leaves."""
+    with open_model("cuda", "shipped", "bf16") as model:
+        for n in (23, 7):
+            generation = model._start(PROMPT, 23, loops=2, temperature=0.0, stop_tokens=())
+            generation.hold = True
+            tokens = [*PROMPT.tolist(), *(next(generation) for _ in range(n))]
+            kept = generation.keep()
+            want = model._engine.build_prefix(np.array(tokens, np.int32), 2, 0)
+            assert same_kv(export_kv(model._engine, kept), export_kv(model._engine, want))
+            assert same_bits(np.asarray(kept.final_x), np.asarray(want.final_x))
+            generation.close()
+
+
+def test_a_warm_request_allocates_nothing_and_makes_no_graph(emulated):
+    with open_model("cuda", "shipped", "bf16") as model:
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, PROMPT, loops=2)
+
+        def request(seed):
+            tokens = random_tokens(CONFIGS["shipped"], 60, seed=seed)
+            model.generate(np.concatenate([PROMPT, tokens]), 30, loops=2, temperature=1.0, repetition_penalty=1.1)
+            model.generate_with_pool(pool, np.concatenate([PROMPT, tokens]), 30, loops=2, logit_bias={1: 1.0})
+
+        request(1)
+        calls, graphs = emulated.n_calls, emulated.n_instantiated
+        for seed in range(2, 6):
+            request(seed)
+        assert (emulated.n_calls, emulated.n_instantiated) == (calls, graphs)
+
+
+def test_closing_gives_everything_back(emulated):
+    gc.collect()
+    before = emulated.used(), dict(emulated.reserved), emulated.n_graphs
+    for _ in range(2):
+        model = open_model("cuda", "huginn", "int8")
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, random_tokens(CONFIGS["huginn"], 70))
+        stream = model._start(random_tokens(CONFIGS["huginn"], 10), 20)
+        next(stream)
+        model.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            list(stream)
+        del model, pool, stream
+        gc.collect()
+        assert (emulated.used(), dict(emulated.reserved), emulated.n_graphs) == before
+
+
+def test_rounds_of_register_evict_and_generate_do_not_grow(emulated):
+    with open_model("cuda", "loop_bare", "bf16", max_seq_len=128) as model:
+        pool, used = tl.PrefixPool(3), []
+        for i in range(40):
+            tokens = random_tokens(CONFIGS["loop_bare"], 20 + i % 20, seed=i)
+            model.register_prefix(pool, tokens)
+            model.generate_with_pool(pool, tokens, 4)
+            used.append(emulated.used())
+        assert max(used[20:]) == max(used[:20])
+        pool.clear()
+        assert model.kv_nbytes == 0
+
+
+def test_out_of_memory_says_what_was_asked_and_loses_nothing(emulated, monkeypatch):
+    with open_model("cuda", "shipped", "bf16") as model:
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, PROMPT)
+        want = model.generate_with_pool(pool, PROMPT, 5, temperature=0.0)
+        monkeypatch.setattr(emulated, "nbytes", emulated.used())
+        with pytest.raises(tl.OutOfMemoryError, match=r"^out of memory: .*[\d,]+ bytes.* free"):
+            model.generate(random_tokens(CONFIGS["shipped"], 400), 100, loops=1)
+        assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == want
+        monkeypatch.undo()
+        model.generate(random_tokens(CONFIGS["shipped"], 60), 5, loops=1)
+        monkeypatch.setattr(emulated, "nbytes", emulated.used() + (1 << 20))
+        with pytest.raises(tl.OutOfMemoryError, match=r"^out of memory"):
+            open_model("cuda", "ouro", "bf16")
+        assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == want
+
+
+def assert_same_choices(gpu, cpu, prompts, max_tokens, loops):
+    """Greedy tokens agree; where they part, the CPU's own choice leads by less than the tolerance of logits, and that is printed."""
+    for number, prompt in enumerate(prompts):
+        ours, theirs = (m.generate(prompt, max_tokens, loops=loops, temperature=0.0, stop_tokens=()) for m in (gpu, cpu))
+        if ours == theirs:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        row = cpu.logits(theirs[:at], loops, last_only=True)[0]
+        lead = (row[theirs[at]] - row[ours[at]]) / np.abs(row).max()
+        print(f"prompt {number}: token {at} differs, the CPU's leads by {lead:.1e} of the largest logit")
+        assert lead < TOLERANCES["bf16", "f16"].rounded
+
+
+def test_greedy_tokens_are_those_of_the_cpu():
+    with open_model("cuda", "shipped", "bf16") as gpu, open_model("cpu", "shipped", "bf16") as cpu:
+        assert_same_choices(gpu, cpu, [random_tokens(CONFIGS["shipped"], 6 + n, seed=n) for n in range(20)], 6, 2)
+
+
+def test_greedy_tokens_of_the_model_in_the_package_are_those_of_the_cpu():
+    if emulated_cuda.installed():
+        pytest.skip("takes the emulator an hour")
+    text = (Path(__file__).parent / "data" / "heldout.txt").read_text()
+    with tl.Model(tl.demo_model(), 512, device="cuda") as gpu, tl.Model(tl.demo_model(), 512, device="cpu") as cpu:
+        tokens = np.array(gpu.tokenizer.encode(text).ids, np.int32)
+        starts = np.linspace(0, len(tokens) - 128, 24).astype(int)
+        assert_same_choices(gpu, cpu, [tokens[s : s + 20 + n] for n, s in enumerate(starts)], 64, None)
+
+
+# ---- what is not there
+
+
+@pytest.mark.parametrize("kv_mode", ["int8", "int4", "h"])
+def test_kv_modes_that_are_not_there_are_named(kv_mode):
+    with pytest.raises(ValueError, match=rf"KV mode {kv_mode} is not there on CUDA.*fp16, bf16, fp32.*device='cpu'"):
+        tl.Model(model_file("ouro"), 64, device="cuda", kv_mode=kv_mode)
+
+
+def test_resume_handles_are_not_there():
+    with open_model("cuda", "shipped", "bf16") as model:
+        with pytest.raises(RuntimeError, match=r"resume handles are not there on 'cuda:0' yet.*device='cpu'"):
+            model.build_resume_handle(PROMPT, 2)
+        assert model.kv_nbytes == 0 and model._engine.plan.store.reserved_nbytes == 0
+
+
+def test_the_library_names_what_it_lacks(emulated):
+    tiny = Tiny(load(library_path("cuda")))  # host memory is the emulator's memory
+    array, out, rows = np.zeros(64, np.float32).ctypes.data, ctypes.c_uint64(), (ctypes.c_uint64(), ctypes.c_uint64())
+
+    def lacks(text, name, *arguments):
+        assert getattr(tiny.lib, name)(*arguments) == C["TL_ERR_UNSUPPORTED"], name
+        assert text in tiny.lib.tl_last_error().decode()
+
+    assert tiny.lib.tl_plan_row_nbytes(byref(tiny.desc), *map(byref, rows)) == C["TL_OK"] and [n.value for n in rows] == [16, 16]
+    for kind in ("TL_INT8", "TL_INT4"):
+        desc = changed(tiny.desc, kv_dtype=C[kind])
+        lacks(kind, "tl_plan_page_nbytes", byref(desc), 0, byref(out))
+        lacks(kind, "tl_plan_row_nbytes", byref(desc), *map(byref, rows))
+        lacks(kind, "tl_plan_create", tiny.cpu.handle, byref(desc), byref(ctypes.c_void_p()))
+    operands = changed(tiny.desc, operand_base=(ctypes.c_void_p * 3)(array, array, array))
+    lacks("operand pages", "tl_plan_create", tiny.cpu.handle, byref(operands), byref(ctypes.c_void_p()))
+    lacks("operand pages", "tl_plan_operand_page_nbytes", byref(tiny.desc), 0, byref(out))
+    lacks("operand pages", "tl_plan_export_operands", tiny.plan, 0, 0, array, None)
+    lacks("operand pages", "tl_plan_import_operands", tiny.plan, 0, 0, array, None)
+    for fields, text in (
+        ({"x_out": array}, "x_out"),
+        ({"e_out": array}, "e_out"),
+        ({"e_in": array}, "e_in"),
+        ({"sections": C["TL_RUN_CORE"] | C["TL_RUN_HEAD"], "x_in": array}, "behind the prelude"),
+    ):
+        lacks(text, "tl_plan_enqueue", tiny.plan, byref(changed(tiny.batch, **fields)), None)
+
+
+# ---- errors of opening
+
+
+@pytest.mark.parametrize(
+    ("status", "version", "text"),
+    [(35, 0, "no NVIDIA driver is installed"), (35, 12040, r"driver is too old.*CUDA 12\.4"), (100, 13000, "sees no device")],
+)
+def test_a_driver_that_cannot_be_used_is_named(emulated, monkeypatch, status, version, text):
+    runtime = sys.modules["cuda.bindings.runtime"]
+    monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: (status, None))
+    monkeypatch.setattr(runtime, "cudaDriverGetVersion", lambda: (0, version))
+    with pytest.raises(RuntimeError, match=text):
+        open_model("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_model("auto").close()
+    devices._say_once.cache_clear()
+    monkeypatch.setenv(devices.AUTO_VARIABLE, "on")
+    with pytest.warns(RuntimeWarning, match=text), open_model("auto") as model:
+        assert model.device == "cpu"
+
+
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(RuntimeError, match="there is no CUDA device 99"):
+        open_model("cuda:99")
+
+
+def test_auto_is_the_first_device_where_the_environment_asks_for_it(monkeypatch):
+    monkeypatch.delenv(devices.AUTO_VARIABLE, raising=False)
+    with open_model("auto") as model:
+        assert model.device == "cpu"
+    monkeypatch.setenv(devices.AUTO_VARIABLE, "1")
+    with open_model("auto") as model:
+        assert model.device == "cuda:0"
+        assert model.numerics_id.startswith("cuda-sm")
+
+
+def test_an_error_that_sticks_says_so(emulated, monkeypatch):
+    class Lost(int):
+        name = "cudaErrorIllegalAddress"
+
+    runtime = sys.modules["cuda.bindings.runtime"]
+    with open_model("cuda", "shipped") as model:
+        model.generate(PROMPT, 3)
+        monkeypatch.setattr(runtime, "cudaStreamSynchronize", lambda stream: (Lost(700),))
+        monkeypatch.setattr(runtime, "cudaGetErrorString", lambda status: (0, b"an illegal memory access was encountered"))
+        with pytest.raises(RuntimeError, match=r"CUDA failed at running the model: cudaErrorIllegalAddress .*start a new one"):
+            model.generate(PROMPT, 3)
+        monkeypatch.undo()

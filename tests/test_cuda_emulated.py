@@ -1,0 +1,42 @@
+"""A quick part of the suite on the CUDA backend where no GPU is: its kernels on the emulator, in a process of its own.
+
+All of it: TINYLOOP_TEST_BACKENDS=cuda-emulated (docs/cuda.md).
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runtime import BACKENDS_VARIABLE, EMULATED, backends
+
+TESTS = (
+    "test_cuda.py::test_steps_that_run_ahead_draw_what_single_steps_draw[greedy]",
+    "test_cuda.py::test_a_warm_request_allocates_nothing_and_makes_no_graph",
+    "test_cuda.py::test_an_output_that_is_kept_is_the_prefix_of_its_tokens",
+    "test_cuda.py::test_closing_gives_everything_back",
+    "test_cuda.py::test_out_of_memory_says_what_was_asked_and_loses_nothing",
+    "test_cuda.py::test_a_driver_that_cannot_be_used_is_named",
+    "test_cuda.py::test_a_device_that_is_not_there_is_named",
+    "test_cuda.py::test_auto_is_the_first_device_where_the_environment_asks_for_it",
+    "test_cuda.py::test_kv_modes_that_are_not_there_are_named",
+    "test_cuda.py::test_resume_handles_are_not_there",
+    "test_cuda.py::test_the_library_names_what_it_lacks",
+    "test_cuda.py::test_an_error_that_sticks_says_so",
+    "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[qwen2-bf16-None-bf16]",
+    "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[ouro-f16-None-fp16]",
+    "test_backend_reference.py::test_fp32_logits_of_every_config[cuda-loop_bare]",
+    "test_beam_search.py::test_against_the_reference[cuda-2-1.0]",
+    "test_persistence.py::test_a_cache_comes_back_with_its_bits[cuda-shipped-bf16]",
+)
+
+
+@pytest.mark.skipif("cuda" in backends(), reason="the whole suite runs on CUDA")
+def test_a_part_of_the_suite_passes_on_emulated_kernels():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, env={**os.environ, BACKENDS_VARIABLE: EMULATED}
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert "skipped" not in run.stdout.splitlines()[-1], run.stdout

@@ -1,0 +1,268 @@
+"""cuda.bindings, in this one module: a device with its stream, memory, events and graphs.
+
+Every method raises what a failing call stands for: OutOfMemoryError with what was asked and what is free, else RuntimeError.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .errors import OutOfMemoryError
+
+OUT_OF_MEMORY = 2  # of cudaError_t and CUresult alike
+NOT_READY = 600
+STICKY = (700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721)  # after these the process's context is of no more use
+
+
+def _bindings() -> tuple[Any, Any]:
+    try:
+        from cuda.bindings import driver, runtime
+    except ImportError as error:
+        raise RuntimeError(f"cuda-python does not import ({error}): install it with pip install cuda-python") from None
+    return driver, runtime
+
+
+class CudaDevice:
+    """One device, and a stream that all of a model's work goes through in order.
+
+    Parameters
+    ----------
+    ordinal
+        Of the device, from 0.
+
+    Raises
+    ------
+    RuntimeError
+        There is no driver, it is too old, or there is no such device.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self.driver, self.runtime = _bindings()
+        self.ordinal = ordinal
+        self._pid = os.getpid()
+        try:
+            status, n_devices = self.runtime.cudaGetDeviceCount()
+        except RuntimeError as error:  # the driver's library is missing
+            raise RuntimeError(f"no NVIDIA driver answers: {error}") from None
+        if int(status):
+            raise RuntimeError(self._why_unusable(status))
+        if not 0 <= ordinal < n_devices:
+            raise RuntimeError(f"there is no CUDA device {ordinal}: this machine has {n_devices}")
+        self.use()
+        r = self.runtime
+        self.stream = int(self.check(r.cudaStreamCreateWithFlags(r.cudaStreamNonBlocking), "making a stream"))
+        self._granularity = 0
+
+    def _why_unusable(self, status: Any) -> str:
+        """Text for a driver that is missing or too old."""
+        if int(status) == 35:  # cudaErrorInsufficientDriver
+            _, version = self.runtime.cudaDriverGetVersion()
+            if not version:
+                return "no NVIDIA driver is installed"
+            return f"the NVIDIA driver is too old for this cuda-python: it supports CUDA {version // 1000}.{version % 1000 // 10}; update it"
+        if int(status) == 100:  # cudaErrorNoDevice
+            return "the NVIDIA driver sees no device"
+        return f"the NVIDIA driver answers {self._text(status)}"
+
+    def _text(self, status: Any) -> str:
+        name = getattr(status, "name", str(status))
+        _, text = self.runtime.cudaGetErrorString(status) if name.startswith("cuda") else self.driver.cuGetErrorString(status)
+        return f"{name} ({text.decode() if isinstance(text, bytes) else text})"
+
+    def check(self, result: tuple[Any, ...], doing: str, asked: int | None = None) -> Any:
+        """The value of a call of cuda.bindings, or the error that its status stands for; `asked` is in bytes."""
+        status, *values = result
+        if int(status):
+            if int(status) == OUT_OF_MEMORY:
+                self.runtime.cudaGetLastError()
+                raise self.out_of_memory(doing, asked)
+            lost = "; the device's state is lost for this process: start a new one" if int(status) in STICKY else ""
+            raise RuntimeError(f"CUDA failed at {doing}: {self._text(status)}{lost}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def out_of_memory(self, what: str, asked: int | None) -> OutOfMemoryError:
+        """The error for device memory that is not there."""
+        free = self.free_nbytes()
+        wants = f"{what} needs more memory than there is" if asked is None else f"{what} needs {asked:,} bytes of device memory"
+        return OutOfMemoryError(f"out of memory: {wants}" + ("" if free is None else f"; the device has {free:,} bytes free"))
+
+    def use(self) -> None:
+        """Makes the device this thread's: before calls that name neither stream nor device."""
+        self.check(self.runtime.cudaSetDevice(self.ordinal), "choosing the device")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process opened the device; a forked child may free nothing of it."""
+        return os.getpid() == self._pid
+
+    def free_nbytes(self) -> int | None:
+        """Bytes of device memory that are free, or None where the driver does not say."""
+        status, free, _ = self.runtime.cudaMemGetInfo()
+        return None if int(status) else int(free)
+
+    def close(self) -> None:
+        """Waits for the work and gives the stream back. Idempotent."""
+        if self.stream and self.is_own:
+            self.runtime.cudaStreamSynchronize(self.stream)
+            self.runtime.cudaStreamDestroy(self.stream)
+        self.stream = 0
+
+    # ---- memory
+
+    def malloc(self, nbytes: int, what: str) -> int:
+        """Zeroed device memory."""
+        self.use()
+        pointer = int(self.check(self.runtime.cudaMalloc(nbytes), what, nbytes))
+        self.zero(pointer, nbytes)
+        return pointer
+
+    def free(self, pointer: int) -> None:
+        """Gives memory of `malloc` back, after the work that may use it. Never raises."""
+        if self.is_own:
+            self.runtime.cudaFree(pointer)
+
+    def pin(self, nbytes: int, what: str) -> int:
+        """Host memory that the device can read and write at the same address."""
+        self.use()
+        r = self.runtime
+        return int(self.check(r.cudaHostAlloc(nbytes, r.cudaHostAllocPortable | r.cudaHostAllocMapped), what, nbytes))
+
+    def unpin(self, pointer: int) -> None:
+        """Gives memory of `pin` back. Never raises."""
+        if self.is_own:
+            self.runtime.cudaFreeHost(pointer)
+
+    def zero(self, pointer: int, nbytes: int) -> None:
+        """Enqueues clearing device memory."""
+        self.check(self.runtime.cudaMemsetAsync(pointer, 0, nbytes, self.stream), "clearing memory")
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Enqueues a copy between any two places; host memory that is not pinned is read before this returns."""
+        kind = self.runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self.check(self.runtime.cudaMemcpyAsync(to, source, nbytes, kind, self.stream), "copying")
+
+    def copy_rows(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, n_rows: int) -> None:
+        """Enqueues a copy of `n_rows` pieces of `width` bytes that lie a pitch apart."""
+        kind = self.runtime.cudaMemcpyKind.cudaMemcpyDefault
+        self.check(self.runtime.cudaMemcpy2DAsync(to, to_pitch, source, source_pitch, width, n_rows, kind, self.stream), "copying")
+
+    # ---- order
+
+    def wait(self, doing: str) -> None:
+        """Waits for all that is enqueued; the error names what was being done."""
+        self.check(self.runtime.cudaStreamSynchronize(self.stream), doing)
+
+    def is_idle(self, doing: str) -> bool:
+        """Whether all that is enqueued is done."""
+        (status,) = self.runtime.cudaStreamQuery(self.stream)
+        if int(status) == NOT_READY:
+            return False
+        self.check((status,), doing)
+        return True
+
+    def make_event(self) -> Any:
+        """An event without timing."""
+        return self.check(self.runtime.cudaEventCreateWithFlags(self.runtime.cudaEventDisableTiming), "making an event")
+
+    def record(self, event: Any) -> None:
+        """Marks this place in the stream."""
+        self.check(self.runtime.cudaEventRecord(event, self.stream), "recording an event")
+
+    def wait_for(self, event: Any) -> None:
+        """Waits until the stream has passed an event; one never recorded is passed."""
+        self.check(self.runtime.cudaEventSynchronize(event), "waiting for a copy")
+
+    def drop_event(self, event: Any) -> None:
+        """Gives an event back. Never raises."""
+        if self.is_own:
+            self.runtime.cudaEventDestroy(event)
+
+    # ---- graphs
+
+    def begin_graph(self) -> None:
+        """Records what this thread enqueues from here on instead of running it."""
+        mode = self.runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self.check(self.runtime.cudaStreamBeginCapture(self.stream, mode), "beginning a graph")
+
+    def end_graph(self) -> Any:
+        """The recorded work, ready to be launched."""
+        graph = self.check(self.runtime.cudaStreamEndCapture(self.stream), "recording a graph")
+        try:
+            return self.check(self.runtime.cudaGraphInstantiate(graph, 0), "making a graph")
+        finally:
+            self.runtime.cudaGraphDestroy(graph)
+
+    def abandon_graph(self) -> None:
+        """Ends a recording that failed."""
+        status, graph = self.runtime.cudaStreamEndCapture(self.stream)
+        if not int(status) and graph:
+            self.runtime.cudaGraphDestroy(graph)
+        self.runtime.cudaGetLastError()
+
+    def launch(self, graph: Any) -> None:
+        """Enqueues a graph."""
+        (status,) = self.runtime.cudaGraphLaunch(graph, self.stream)
+        if int(status):
+            self.check((status,), "launching a graph")
+
+    def drop_graph(self, graph: Any) -> None:
+        """Gives a graph back. Never raises."""
+        if self.is_own:
+            self.runtime.cudaGraphExecDestroy(graph)
+
+    # ---- address ranges
+
+    def _physical(self) -> Any:
+        """What a piece of physical memory of this device is asked for with."""
+        d = self.driver
+        prop = d.CUmemAllocationProp()
+        prop.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = self.ordinal
+        return prop
+
+    @property
+    def granularity(self) -> int:
+        """Bytes that physical memory is mapped by."""
+        if not self._granularity:
+            self.use()
+            option = self.driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            self._granularity = int(self.check(self.driver.cuMemGetAllocationGranularity(self._physical(), option), "asking for the granularity"))
+        return self._granularity
+
+    def reserve_addresses(self, nbytes: int) -> int:
+        """Address space without memory, a multiple of the granularity."""
+        self.use()
+        return int(self.check(self.driver.cuMemAddressReserve(nbytes, 0, 0, 0), "the address space for KV pages", nbytes))
+
+    def release_addresses(self, pointer: int, nbytes: int) -> None:
+        """Gives address space back. Never raises."""
+        if self.is_own:
+            self.driver.cuMemAddressFree(pointer, nbytes)
+
+    def map_memory(self, pointer: int, nbytes: int) -> None:
+        """Puts zeroed physical memory behind reserved addresses."""
+        self.use()
+        d = self.driver
+        handle = self.check(d.cuMemCreate(nbytes, self._physical(), 0), "the KV cache", nbytes)
+        try:
+            self.check(d.cuMemMap(pointer, nbytes, 0, handle, 0), "mapping KV pages", nbytes)
+        finally:
+            d.cuMemRelease(handle)  # the mapping keeps it
+        try:
+            access = d.CUmemAccessDesc()
+            access.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            access.location.id = self.ordinal
+            access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            self.check(d.cuMemSetAccess(pointer, nbytes, [access], 1), "mapping KV pages", nbytes)
+            self.zero(pointer, nbytes)
+        except BaseException:
+            d.cuMemUnmap(pointer, nbytes)
+            raise
+
+    def unmap_memory(self, pointer: int, nbytes: int) -> None:
+        """Gives the memory behind addresses back, after all work that may use it. Never raises."""
+        if self.is_own:
+            self.runtime.cudaStreamSynchronize(self.stream)
+            self.driver.cuMemUnmap(pointer, nbytes)

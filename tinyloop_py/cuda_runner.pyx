@@ -1,0 +1,236 @@
+"""Running batches on a CUDA device: their arrays go over in one copy, what they ask for comes back before `run` returns."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
+
+from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
+from .cuda_context cimport CudaContext
+from .cuda_stepper cimport CudaStepper, Lane
+from .library cimport Library
+from .plan cimport Plan
+from .runner cimport Runner, Stepper
+from .sampling cimport Sampling
+from .sequence cimport Sequence
+
+from .cuda_memory import DeviceBuffer, PinnedBuffer
+
+cdef int MAX_IDLE_LANES = 8
+
+
+cdef inline int64_t padded(int64_t nbytes) noexcept:
+    return (nbytes + 255) // 256 * 256
+
+
+cdef class CudaRunner(Runner):
+    """A plan on a CUDA device.
+
+    Parameters
+    ----------
+    lock
+        The engine's: held while a lane's steps are enqueued.
+    """
+
+    def __init__(self, Plan plan, lock):
+        Runner.__init__(self, plan)
+        self.keeps_hidden_rows = False
+        self.device = (<CudaContext>plan.context).device
+        self.lock = lock
+        self._copied = self.device.make_event()
+        self._lanes = {}
+
+    cpdef int check_open(self) except -1:
+        if self._lanes is None:
+            raise RuntimeError("tinyloop.Model is closed; a call that was running cannot go on")
+        return 0
+
+    def close(self):
+        if self._lanes is None:
+            return
+        self._lanes = None
+        self.device.wait("the last steps")
+        self.device.drop_event(self._copied)
+        self._staging = self._inputs = self._outputs = self._transit = None
+
+    # ---- a batch
+
+    cdef int run(self, tl_batch *batch) except -1:
+        cdef tl_batch there
+        cdef tl_status status
+        self.lay_outputs(batch, &there)
+        self._writes = False
+        self.lay_inputs(batch, &there)
+        self.device.wait_for(self._copied)  # the batch before this one has been read
+        if self._inputs is None or self._inputs.nbytes < self._used:
+            self.device.wait("running the model")
+            self._staging = self._inputs = None
+            self._staging = PinnedBuffer(self.device, 2 * self._used, "the arrays of a step")
+            self._inputs = DeviceBuffer(self.device, 2 * self._used, "the arrays of a step")
+        self._writes = True
+        self.lay_inputs(batch, &there)
+        if self._used:
+            self.device.copy(self._inputs.pointer, self._staging.pointer, self._used)
+            self.device.record(self._copied)
+        with nogil:
+            status = self.plan.context.library.f.plan_enqueue(self.plan.handle, &there, self.plan.context.stream)
+        self.plan.context.library.check(status, "running the model")
+        if batch.n_out:
+            self.fetch(batch.sampled, there.sampled, batch.n_out * sizeof(int32_t))
+            self.fetch(batch.final_x, there.final_x, <int64_t>batch.n_out * self.plan.desc.dim * 4)
+            self.fetch(batch.boundary_x, there.boundary_x, <int64_t>(batch.loop_end - batch.loop_begin) * batch.n_out * self.plan.desc.dim * 4)
+            self.fetch(batch.logits, there.logits, <int64_t>batch.n_out * self.plan.desc.vocab_size * 4)
+            self.device.wait("running the model")
+        return 0
+
+    cdef uintptr_t put(self, const void *source, int64_t nbytes) noexcept:
+        """Adds an array to the copy, and gives its address on the device; NULL stays NULL."""
+        cdef uintptr_t at = 0
+        if source == NULL:
+            return 0
+        if self._writes:
+            memcpy(<uint8_t *>self._staging.pointer + self._used, source, nbytes)
+            at = self._inputs.pointer + self._used
+        self._used += padded(nbytes)
+        return at
+
+    cdef int lay_inputs(self, const tl_batch *batch, tl_batch *there) except -1:
+        """Puts every array that a batch reads, and has `there` point to them."""
+        cdef int i, n_seqs = 0, n_rows = batch.n_rows, stride = self.plan.desc.table_stride
+        cdef int64_t table_nbytes = <int64_t>(TL_STAGE_CORE + batch.loop_end) * stride * sizeof(int32_t)
+        cdef uintptr_t tables, table
+        self._used = 0
+        there.token = <const int32_t *>self.put(batch.token if n_rows else NULL, n_rows * sizeof(int32_t))
+        there.pos = <const int32_t *>self.put(batch.pos if n_rows else NULL, n_rows * sizeof(int32_t))
+        there.seq = <const int32_t *>self.put(batch.seq if n_rows else NULL, n_rows * sizeof(int32_t))
+        for i in range(n_rows):
+            n_seqs = max(n_seqs, batch.seq[i] + 1)
+        there.page_table = NULL
+        if n_seqs:
+            tables = self._used
+            there.page_table = <const int32_t *const *>self.put(batch.page_table, n_seqs * sizeof(void *))
+            for i in range(n_seqs):
+                table = self.put(batch.page_table[i], table_nbytes)
+                if self._writes:
+                    (<uintptr_t *>(self._staging.pointer + tables))[i] = table
+        there.x_in = <const float *>self.put(batch.x_in, <int64_t>max(n_rows, 0 if n_rows else batch.n_out) * self.plan.desc.dim * 4)
+        there.out_row = <const int32_t *>self.put(batch.out_row if batch.n_out else NULL, batch.n_out * sizeof(int32_t))
+        there.sampling = <const tl_sampling *>self.lay_sampling(batch.sampling, batch.n_out)
+        return 0
+
+    cdef uintptr_t lay_sampling(self, const tl_sampling *sampling, int n) except? 0:
+        cdef int i
+        cdef int64_t first = self._used
+        cdef uintptr_t at = self.put(sampling, n * sizeof(tl_sampling))
+        cdef tl_sampling *copy
+        cdef uintptr_t ids, values, history
+        if sampling == NULL:
+            return 0
+        for i in range(n):
+            ids = self.put(sampling[i].bias_ids if sampling[i].n_bias else NULL, sampling[i].n_bias * sizeof(int32_t))
+            values = self.put(sampling[i].bias_values if sampling[i].n_bias else NULL, sampling[i].n_bias * sizeof(float))
+            counted = sampling[i].repetition_penalty != 1.0 and sampling[i].n_history
+            history = self.put(sampling[i].history if counted else NULL, sampling[i].n_history * sizeof(int32_t))
+            if self._writes:
+                copy = <tl_sampling *>(self._staging.pointer + first) + i
+                copy.bias_ids, copy.bias_values, copy.history = <const int32_t *>ids, <const float *>values, <const int32_t *>history
+                if not counted:
+                    copy.n_history = 0
+        return at
+
+    cdef uintptr_t room(self, int64_t nbytes) noexcept:
+        """The next part of the outputs."""
+        cdef int64_t at = self._out_used
+        self._out_used += padded(nbytes)
+        return at if self._outputs is None else self._outputs.pointer + at
+
+    cdef int lay_outputs(self, const tl_batch *batch, tl_batch *there) except -1:
+        """Has `there` point to memory for what a batch writes."""
+        cdef int64_t rows = batch.n_out, dim = self.plan.desc.dim * 4
+        for _ in range(2):  # again where the memory was too small
+            there[0] = batch[0]
+            self._out_used = 0
+            there.sampled = NULL if batch.sampled == NULL else <int32_t *>self.room(rows * sizeof(int32_t))
+            there.final_x = NULL if batch.final_x == NULL else <float *>self.room(rows * dim)
+            there.boundary_x = NULL if batch.boundary_x == NULL else <float *>self.room((batch.loop_end - batch.loop_begin) * rows * dim)
+            there.logits = NULL if batch.logits == NULL else <float *>self.room(rows * self.plan.desc.vocab_size * 4)
+            if self._outputs is not None and self._outputs.nbytes >= self._out_used:
+                break
+            self.device.wait("running the model")
+            self._outputs = None
+            self._outputs = DeviceBuffer(self.device, max(self._out_used, 4096), "the results of a step")
+        return 0
+
+    cdef int fetch(self, void *to, const void *source, int64_t nbytes) except -1:
+        """Enqueues bringing a result to the host, where it was asked for."""
+        if to != NULL:
+            self.device.copy(<uintptr_t>to, <uintptr_t>source, nbytes)
+        return 0
+
+    # ---- pages
+
+    cdef uintptr_t transit(self) except 0:
+        """Device memory that a page passes through: keys, and values behind them."""
+        cdef uint64_t key_nbytes, value_nbytes
+        cdef int part, layers = 0
+        cdef Library library = self.plan.context.library
+        if self._transit is None:
+            for part in range(3):
+                layers = max(layers, self.plan.desc.n_layers[part])
+            library.check(library.f.plan_row_nbytes(&self.plan.desc, &key_nbytes, &value_nbytes), "sizing KV rows")
+            self._page_row_nbytes = key_nbytes  # of float types, which CUDA has, keys and values are alike
+            self._transit = DeviceBuffer(self.device, 2 * padded(self.half_nbytes(layers)), "a KV page on its way")
+        return self._transit.pointer
+
+    cdef int64_t half_nbytes(self, int n_layers) noexcept:
+        """Bytes of the keys of a page with so many layers."""
+        return <int64_t>n_layers * self.plan.desc.n_kv_heads * TL_PAGE_POSITIONS * self._page_row_nbytes
+
+    cdef int read_page(self, int part, int32_t page, void *keys, void *values) except -1:
+        cdef uintptr_t first = self.transit()
+        cdef int64_t nbytes = self.half_nbytes(self.plan.desc.n_layers[part])
+        cdef uintptr_t second = first + padded(nbytes)
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, <void *>first, <void *>second, self.plan.context.stream),
+            "reading a KV page",
+        )
+        self.device.copy(<uintptr_t>keys, first, nbytes)
+        self.device.copy(<uintptr_t>values, second, nbytes)
+        self.device.wait("reading a KV page")
+        return 0
+
+    cdef int write_page(self, int part, int32_t page, const void *keys, const void *values) except -1:
+        cdef uintptr_t first = self.transit()
+        cdef int64_t nbytes = self.half_nbytes(self.plan.desc.n_layers[part])
+        cdef uintptr_t second = first + padded(nbytes)
+        self.device.copy(first, <uintptr_t>keys, nbytes)
+        self.device.copy(second, <uintptr_t>values, nbytes)
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_import_page(self.plan.handle, part, page, <void *>first, <void *>second, self.plan.context.stream),
+            "writing a KV page",
+        )
+        self.device.wait("writing a KV page")
+        return 0
+
+    # ---- sequences that step by themselves
+
+    cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
+        if not CudaStepper.takes(sampling) or n_left < 1:
+            return None
+        key = (seq.loops, seq.window)
+        idle = self._lanes.get(key)
+        cdef Lane lane = idle.pop() if idle else Lane(self, seq.loops, seq.window)
+        cdef CudaStepper stepper = CudaStepper(self, lane)
+        stepper.begin(seq, sampling, tokens, n_tokens, n_left)
+        return stepper
+
+    def take_back(self, Lane lane):
+        """A lane whose stepper has ended, for the next one of its depth and window."""
+        if self._lanes is None:
+            return
+        idle = self._lanes.pop((lane.loops, lane.window), [])
+        idle.append(lane)
+        self._lanes[(lane.loops, lane.window)] = idle  # the latest used last
+        if sum(len(lanes) for lanes in self._lanes.values()) > MAX_IDLE_LANES:
+            oldest = next(iter(self._lanes))
+            self._lanes[oldest].pop(0)
+            if not self._lanes[oldest]:
+                del self._lanes[oldest]

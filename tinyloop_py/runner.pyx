@@ -1,0 +1,80 @@
+"""Running batches on a backend: the seam between the engine, which knows rows and pages, and where they are computed.
+
+The host's runner is here; cuda_runner.pyx has CUDA's.
+"""
+
+from libc.stdint cimport int32_t
+
+from .abi cimport tl_batch, tl_status
+from .plan cimport Plan
+from .sampling cimport Sampling
+from .sequence cimport Sequence
+
+
+cdef class Runner:
+    """Runs a plan's batches where host memory is the backend's memory."""
+
+    def __init__(self, Plan plan):
+        self.plan = plan
+        self.keeps_hidden_rows = True
+
+    cdef int run(self, tl_batch *batch) except -1:
+        """Runs a batch of host arrays; what it asks for is there on return. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_enqueue(self.plan.handle, batch, NULL)
+        self.plan.context.library.check(status, "running the model")
+        return 0
+
+    cdef int read_page(self, int part, int32_t page, void *keys, void *values) except -1:
+        """Keys and values of a page in the canonical layout. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, keys, values, NULL)
+        self.plan.context.library.check(status, "reading a KV page")
+        return 0
+
+    cdef int write_page(self, int part, int32_t page, const void *keys, const void *values) except -1:
+        """Fills a page from the canonical layout. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_import_page(self.plan.handle, part, page, keys, values, NULL)
+        self.plan.context.library.check(status, "writing a KV page")
+        return 0
+
+    cdef int read_operands(self, int part, int32_t page, void *operands) except -1:
+        """A page of operands in the canonical layout. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_export_operands(self.plan.handle, part, page, operands, NULL)
+        self.plan.context.library.check(status, "reading a page of operands")
+        return 0
+
+    cdef int write_operands(self, int part, int32_t page, const void *operands) except -1:
+        """Fills a page of operands. The engine's lock is held."""
+        cdef tl_status status
+        with nogil:
+            status = self.plan.context.library.f.plan_import_operands(self.plan.handle, part, page, operands, NULL)
+        self.plan.context.library.check(status, "writing a page of operands")
+        return 0
+
+    cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
+        """What draws up to `n_left` tokens after tokens[:n_tokens], of which the last has not run; None: step by step.
+
+        The engine's lock is held.
+        """
+        return None
+
+    def close(self):
+        """Waits for all work; nothing runs afterwards. Idempotent."""
+
+
+cdef class Stepper:
+    """One sequence whose steps run ahead of the host that reads its tokens."""
+
+    cdef int32_t next(self) except -1:
+        """The next drawn token. The engine's lock is not held."""
+        raise TypeError("a Stepper of no backend")
+
+    cdef void stop(self) noexcept:
+        """No more steps are asked for. Idempotent; the engine's lock need not be held."""
