@@ -145,6 +145,8 @@ cdef class Sequence:
         memset(self.table, 0xff, <size_t>self.n_stages * stride * sizeof(int32_t))
 
     def __dealloc__(self):
+        if self.table == NULL:  # it was never made
+            return
         self.release()
         free(self.table)
 
