@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from samples import LOOPED, PLAIN, random_tensors
 from tokenizers import Tokenizer, models
 
+import tinyloop_py as tl
 from tinyloop_py.errors import FormatError
 from tinyloop_py.file_metadata import HEADER_CRC32, TENSOR_CRC32
 from tinyloop_py.layout import matrix_shapes, tensor_shapes
@@ -197,6 +199,27 @@ def test_bad_arguments_of_save_model(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("argument", ["chat_template", "stop_ids", "tokenizer", "dtype"])
+@pytest.mark.parametrize("value", [5, True, {"a": 1}, 1.5, b"1"])
+def test_an_argument_of_another_type_is_named_before_anything_is_written(tmp_path, argument, value):
+    with pytest.raises(TypeError, match=rf"{argument} must be .*got {type(value).__name__}"):
+        save_model(tmp_path / "m.tinyloop", PLAIN, random_tensors(PLAIN), **{argument: value})
+    with pytest.raises(TypeError, match=r"stop_ids\[1\] must be an int"):
+        save_model(tmp_path / "m.tinyloop", PLAIN, random_tensors(PLAIN), stop_ids=[1, value if isinstance(value, dict) else 1.5])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_and_tensors_of_another_type_are_named(tmp_path):
+    for config, tensors, name in ((5, {}, "config"), (PLAIN, [1], "tensors")):
+        with pytest.raises(TypeError, match=f"{name} must "):
+            save_model(tmp_path / "m.tinyloop", config, tensors)
+    with pytest.raises(TypeError, match="chat_template must be a str or None, got list"):
+        ModelWriter(tmp_path / "m.tinyloop", PLAIN, "f32", chat_template=["x"])
+    save_model(tmp_path / "m.tinyloop", PLAIN, random_tensors(PLAIN), stop_ids=np.array([1, 3], np.int32))
+    with open_model_file(tmp_path / "m.tinyloop") as file:
+        assert tuple(file.stop_ids) == (1, 3)
+
+
 def test_a_tokenizer_loses_truncation_and_padding(tmp_path):
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.enable_truncation(1)
@@ -278,6 +301,47 @@ def test_where_it_cannot_be_written(tmp_path):
         save_model(tmp_path / "d", PLAIN, random_tensors(PLAIN))
 
 
+def bound_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.fspath(path))
+
+
+@pytest.mark.parametrize("make, kind", [(os.mkfifo, "a FIFO"), (os.mkdir, "a folder"), (bound_socket, "a socket")])
+@pytest.mark.parametrize("through_link", [False, True])
+def test_a_destination_that_is_no_regular_file_is_refused_and_stays(tmp_path, monkeypatch, make, kind, through_link):
+    monkeypatch.chdir(tmp_path)  # a socket's path has to be short
+    make("there")
+    path = "there"
+    if through_link:
+        os.symlink("there", "link")
+        path = "link"
+    before = os.lstat("there")
+    with pytest.raises(OSError, match=rf"cannot write a file over {kind}.*'{path}'"):
+        save_model(path, PLAIN, random_tensors(PLAIN))
+    assert (os.lstat("there").st_ino, os.lstat("there").st_mode) == (before.st_ino, before.st_mode)
+    assert set(os.listdir()) <= {"there", "link"}
+
+
+def test_a_fifo_made_while_a_file_is_written_stays(tmp_path):
+    path = tmp_path / "m.tinyloop"
+    tensors = random_tensors(PLAIN)
+    with pytest.raises(OSError, match="cannot write a file over a FIFO"), ModelWriter(path, PLAIN, "f32") as writer:
+        for name in writer.names:
+            writer.write(name, tensors[name])
+        os.mkfifo(path)
+    assert os.listdir(tmp_path) == [path.name] and path.is_fifo()
+
+
+def test_paths_may_be_bytes(tmp_path):
+    path = os.fsencode(tmp_path / "m.tinyloop")
+    save_model(path, PLAIN, random_tensors(PLAIN))
+    with open_model_file(path) as file:
+        assert file.path == os.fsdecode(path)
+    with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not int"):
+        save_model(5, PLAIN, random_tensors(PLAIN))
+    assert os.listdir(tmp_path) == ["m.tinyloop"]
+
+
 def test_a_link_is_followed_and_permissions_are_the_usual_ones(plain):
     link = plain.with_name("link.tinyloop")
     link.symlink_to(plain.name)
@@ -309,7 +373,7 @@ def test_what_is_no_model_file(tmp_path):
     with pytest.raises(FormatError, match=r"a folder, expected a \.tinyloop file"):
         open_model_file(tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(FormatError, match="not a regular file"):
+    with pytest.raises(FormatError, match=r"a FIFO, expected a \.tinyloop file"):
         open_model_file(tmp_path / "fifo")
     for content, message in (
         (b"", "too short"), (b"1234567", "too short"), (b"GGUF" + bytes(60), "a GGUF file"), (b"\x89PNG" + bytes(60), "header would have|truncated"),
@@ -518,6 +582,9 @@ def test_an_unreadable_tokenizer_is_a_format_error(plain):
         assemble(plain, header, data)
         with open_model_file(plain) as file, pytest.raises(FormatError, match="tokenizer cannot be read"):
             file.load_tokenizer()
+        with tl.Model(plain, 64, device="cpu") as model, pytest.raises(tl.FormatError, match="tokenizer cannot be read") as caught:
+            _ = model.tokenizer
+        assert str(caught.value).startswith(str(plain))
 
 
 # -- fuzz

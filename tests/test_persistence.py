@@ -271,6 +271,28 @@ def test_truncated_and_foreign_files(model, saved, tmp_path):
     assert_refused(model, tmp_path / "absent", FileNotFoundError)
 
 
+def test_a_fifo_is_neither_read_nor_replaced(model, path, tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    assert_refused(model, path, text="a FIFO, expected a file that save wrote")
+    pool = tl.PrefixPool(2)
+    model.register_prefix(pool, TOKENS[:20])
+    for held in (pool, model.build_prefix_cache(TOKENS[:20])):
+        with pytest.raises(OSError, match="cannot write a file over a FIFO"):
+            held.save(path)
+    assert path.is_fifo() and os.listdir(tmp_path) == ["fifo"]
+
+
+def test_a_path_may_be_bytes(model, tmp_path):
+    path = os.fsencode(tmp_path / "pool")
+    pool = tl.PrefixPool(2)
+    model.register_prefix(pool, TOKENS[:20])
+    pool.save(path)
+    assert model.load_pool(path).size() == 1
+    with tl.Model(os.fsencode(model.path), 64) as again:
+        assert again.path == model.path
+
+
 def test_a_pool_and_a_cache_are_two_things(model, saved, tmp_path):
     cache = model.build_prefix_cache(TOKENS[:20])
     cache.save(tmp_path / "cache")

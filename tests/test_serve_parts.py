@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 
 import numpy as np
@@ -110,6 +111,14 @@ def test_a_broken_key_file_is_refused_and_kept(body):
     with pytest.raises(ValueError):
         add_key(path, "b", {})
     assert path.read_text() == body
+
+
+def test_a_key_file_that_is_a_fifo_is_neither_read_nor_replaced():
+    path = scratch("fifo")
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="cannot write a file over a FIFO"):
+        add_key(path, "b", {})
+    assert path.is_fifo()
 
 
 def test_a_tenants_limits():

@@ -7,13 +7,33 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-PathLike = str | os.PathLike[str]
+PathLike = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device", stat.S_IFSOCK: "a socket",
+}  # fmt: skip
+
+
+def file_kind(mode: int) -> str | None:
+    """What a file of this `st_mode` is, None for a regular one."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
+def check_replaceable(path: PathLike) -> None:
+    """OSError where `path` is there and is no regular file: a new file that took its name would remove a FIFO or a device."""
+    try:
+        kind = file_kind(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if kind is not None:
+        code = errno.EISDIR if kind == "a folder" else errno.EINVAL
+        raise OSError(code, f"cannot write a file over {kind}; name a new or a regular file", os.fsdecode(path))
 
 
 class AtomicFile:
@@ -26,17 +46,16 @@ class AtomicFile:
     Raises
     ------
     FileNotFoundError, IsADirectoryError, OSError
-        The folder does not exist, `path` is a folder, or the space does not suffice (``errno.ENOSPC``).
+        The folder does not exist, `path` is a folder, FIFO, device or socket, or the space does not suffice (``errno.ENOSPC``).
     """
 
     def __init__(self, path: PathLike, nbytes: int) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
         self._target = os.path.realpath(self.path)  # a link keeps pointing where it does
         folder, name = os.path.split(self._target)
         if not os.path.isdir(folder):
             raise FileNotFoundError(errno.ENOENT, "the folder to write into does not exist", os.path.dirname(self.path) or folder)
-        if os.path.isdir(self._target):
-            raise IsADirectoryError(errno.EISDIR, "cannot write a file over a folder", self.path)
+        check_replaceable(self.path)
         self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
         self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
@@ -63,6 +82,7 @@ class AtomicFile:
         os.fsync(self._fd)
         os.close(self._fd)
         self._fd = -1
+        check_replaceable(self._target)  # hours may have passed since the first check
         os.replace(self._temporary, self._target)
         folder = os.open(os.path.dirname(self._target), os.O_RDONLY)
         try:

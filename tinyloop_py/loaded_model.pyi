@@ -1,5 +1,4 @@
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
 from types import TracebackType
 from typing import Any, Literal
 from weakref import WeakSet
@@ -9,6 +8,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from typing_extensions import Self, disjoint_base
 
+from .atomic_file import PathLike
 from .config import ModelConfig
 from .engine import Engine
 from .generation import Generation
@@ -21,7 +21,7 @@ _Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
 class LoadedModel(PoolClient):
     def __init__(
         self,
-        path: str | PathLike[str],
+        path: PathLike,
         max_seq_len: int = 2048,
         *,
         device: str = "auto",

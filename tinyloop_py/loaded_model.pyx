@@ -43,7 +43,7 @@ cdef class LoadedModel(PoolClient):
             threads = int_argument(threads, "threads", 1, 1024)
         if kv_budget is not None:
             kv_budget = int_argument(kv_budget, "kv_budget", 1, 1 << 50)
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
         self._pools = weakref.WeakSet()
         self._handles = weakref.WeakSet()
         with open_model_file(path) as file:
@@ -143,11 +143,11 @@ cdef class LoadedModel(PoolClient):
 
     @property
     def tokenizer(self):
-        """The file's tokenizer, a `tokenizers.Tokenizer`, or None."""
+        """The file's tokenizer, a `tokenizers.Tokenizer`, or None; FormatError where the file's text of it cannot be read."""
         if self._tokenizer is None and self._tokenizer_json is not None:
-            from tokenizers import Tokenizer
+            from .tokenizer_json import stored_tokenizer
 
-            self._tokenizer = Tokenizer.from_str(self._tokenizer_json)
+            self._tokenizer = stored_tokenizer(self._tokenizer_json, self.path)
         return self._tokenizer
 
     def _fingerprint(self):

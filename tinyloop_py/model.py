@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Literal
 
+from .atomic_file import PathLike
 from .batching import Batching
 from .beam_searching import BeamSearching
 from .caching import PrefixCaching
@@ -23,7 +23,7 @@ class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCachi
 
     Parameters
     ----------
-    path : str or path
+    path : str, bytes or path
         The model file.
     max_seq_len : int
         Most tokens of one sequence, prompt and output.
@@ -49,7 +49,7 @@ class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCachi
 
     def __init__(
         self,
-        path: str | PathLike[str],
+        path: PathLike,
         max_seq_len: int = 2048,
         *,
         device: str = "auto",

@@ -7,7 +7,6 @@ import itertools
 import math
 import mmap
 import os
-import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .atomic_file import PathLike, file_kind
 from .config import ModelConfig
 from .errors import FormatError
 from .file_metadata import HEADER_CRC32, FileMetadata, crc_text, from_text_map, header_crc32
@@ -31,7 +31,7 @@ DTYPE_OF = {header_name: dtype for dtype, (header_name, _) in STORED.items()}
 FUSED = (("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up"))  # run as one product, so of one type
 
 
-def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
+def open_model_file(path: PathLike) -> ModelFile:
     """Map a `.tinyloop` file and check everything that can be wrong with it except the weights' values (`ModelFile.verify`).
 
     Raises
@@ -41,12 +41,10 @@ def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
     FormatError
         The file is damaged or of another kind; the text names the tensor or field.
     """
-    path = os.fspath(path)
-    mode = os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise FormatError(f"{path}: a folder, expected a .tinyloop file (`tinyloop convert` makes one from a Hugging Face folder)")
-    if not stat.S_ISREG(mode):
-        raise FormatError(f"{path}: not a regular file")
+    path = os.fsdecode(path)
+    if kind := file_kind(os.stat(path).st_mode):
+        hint = " (`tinyloop convert` makes one from a Hugging Face folder)" if kind == "a folder" else ""
+        raise FormatError(f"{path}: {kind}, expected a .tinyloop file{hint}")
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -122,12 +120,9 @@ class ModelFile:
         """A new `tokenizers.Tokenizer`, None where the file has none; FormatError where its text cannot be read."""
         if self.tokenizer_json is None:
             return None
-        from .tokenizer_json import load_tokenizer
+        from .tokenizer_json import stored_tokenizer
 
-        try:
-            return load_tokenizer(self.tokenizer_json)
-        except ValueError as error:
-            raise FormatError(f"{self.path}: {error}") from None
+        return stored_tokenizer(self.tokenizer_json, self.path)
 
     def verify(self) -> None:
         """Read every byte: FormatError names the first tensor whose checksum is wrong or, where the file has none, that holds NaN or infinity."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .atomic_file import AtomicFile
+from .atomic_file import AtomicFile, PathLike
 from .config import ModelConfig
 from .errors import FormatError
 from .file_metadata import HEADER_CRC32, FileMetadata, check_stop_ids, crc_text, header_crc32, to_text_map
@@ -47,15 +46,16 @@ class ModelWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], config: ModelConfig, dtypes: Mapping[str, str] | str, *, group_size: int | None = None,
+        self, path: PathLike, config: ModelConfig, dtypes: Mapping[str, str] | str, *, group_size: int | None = None,
         tokenizer: Tokenizer | str | None = None, chat_template: str | None = None, stop_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
+        _check_text_arguments(config, chat_template)
         self.config = config
         self._shapes = tensor_shapes(config)
         self._dtypes = _stored_types(config, dtypes)
         self._group_size = _checked_group_size(group_size, self._dtypes)
         text = None if tokenizer is None else tokenizer_text(tokenizer, config.vocab_size)
-        self._meta = FileMetadata(config, text, chat_template, check_stop_ids([operator.index(i) for i in stop_ids], config), self._group_size)
+        self._meta = FileMetadata(config, text, chat_template, check_stop_ids(_stop_id_list(stop_ids), config), self._group_size)
         self._places = self._plan()
         self._crc32 = dict.fromkeys(self._places, 0)
         self._written: set[str] = set()
@@ -187,7 +187,7 @@ class ModelWriter:
 
 
 def save_model(
-    path: str | os.PathLike[str], config: ModelConfig, tensors: Mapping[str, npt.ArrayLike | WeightTensor],
+    path: PathLike, config: ModelConfig, tensors: Mapping[str, npt.ArrayLike | WeightTensor],
     tokenizer: Tokenizer | str | None = None, *,
     chat_template: str | None = None, stop_ids: Sequence[int] = (), dtype: str | None = None, group_size: int | None = None,
 ) -> None:  # fmt: skip
@@ -208,6 +208,11 @@ def save_model(
     FormatError
         A tensor is missing, extra, not finite or of another shape, a stop id is outside the vocabulary; it is named.
     """
+    _check_text_arguments(config, chat_template)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must map names to arrays, got {type(tensors).__name__}")
+    if not isinstance(dtype, str | None):
+        raise TypeError(f"dtype must be one of {', '.join(STORED)}, or None, got {type(dtype).__name__}")
     expected = tensor_shapes(config)
     if missing := [name for name in expected if name not in tensors]:
         raise FormatError(f"tensor {first_of(missing)} is missing")
@@ -223,6 +228,24 @@ def save_model(
     with ModelWriter(path, config, dtypes, group_size=group_size, tokenizer=tokenizer, chat_template=chat_template, stop_ids=stop_ids) as writer:
         for name in writer.names:
             writer.write(name, tensors[name])
+
+
+def _check_text_arguments(config: ModelConfig, chat_template: str | None) -> None:
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config must be a ModelConfig, got {type(config).__name__}")
+    if not isinstance(chat_template, str | None):
+        raise TypeError(f"chat_template must be a str or None, got {type(chat_template).__name__}")
+
+
+def _stop_id_list(stop_ids: Iterable[int]) -> list[int]:
+    if isinstance(stop_ids, str | bytes | Mapping) or not isinstance(stop_ids, Iterable):
+        raise TypeError(f"stop_ids must be a sequence of token ids, got {type(stop_ids).__name__}")
+    ids = []
+    for i, stop_id in enumerate(stop_ids):
+        if isinstance(stop_id, bool | np.bool_) or not hasattr(stop_id, "__index__"):
+            raise TypeError(f"stop_ids[{i}] must be an int, got {type(stop_id).__name__}")
+        ids.append(operator.index(stop_id))
+    return ids
 
 
 def _as_weight(name: str, value: npt.ArrayLike | WeightTensor) -> WeightTensor:

@@ -1,5 +1,7 @@
 """A pool's entries to and from a file: their order, pins, counts and namespaces, and their KV."""
 
+import os
+
 from .loaded_model cimport LoadedModel
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
@@ -34,7 +36,7 @@ def load_pool(LoadedModel model, path, bint rebuild):
         capacity = contents.pool["capacity"]
         pool = PrefixPool(capacity, **{name: contents.pool[name] for name in ARGUMENTS[1:]})
     except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: the pool's arguments are not valid: {error}") from None
+        raise FormatError(f"{os.fsdecode(path)}: the pool's arguments are not valid: {error}") from None
     model._pools.add(pool)
     entries = {}
     for i in sorted(range(len(prefixes)), key=lambda i: contents.entries[i].serial):  # as they were registered

@@ -5,6 +5,7 @@ call may read.
 """
 
 import math
+import os
 
 import numpy as np
 
@@ -142,6 +143,7 @@ def load_prefixes(LoadedModel model, path, str kind, bint rebuild):
     OutOfMemoryError
         Memory or the kv_budget does not suffice.
     """
+    path = os.fsdecode(path)
     try:
         with TensorFile(path, FORMAT, VERSION) as file:
             contents = read_contents(file.text.get("contents", ""), kind)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from .atomic_file import AtomicFile, PathLike
+from .atomic_file import AtomicFile, PathLike, file_kind
 from .errors import FormatError
 from .file_metadata import HEADER_CRC32, TENSOR_CRC32, crc_text, header_crc32
 from .safetensors_header import ITEM_NBYTES, HeaderEntry, header_bytes, read_header
@@ -90,7 +90,9 @@ class TensorFile:
     """
 
     def __init__(self, path: PathLike, file_format: str, version: str) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
+        if kind := file_kind(os.stat(self.path).st_mode):  # opening a FIFO would wait for its writer
+            raise FormatError(f"{kind}, expected a file that save wrote")
         with open(self.path, "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             self.entries, self.text = read_header(file, nbytes)

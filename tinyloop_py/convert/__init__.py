@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ..atomic_file import PathLike
 from ..config import ModelConfig
 from ..errors import FormatError
 from ..file_metadata import FORMAT
@@ -23,7 +24,7 @@ Progress = Callable[[int, int, str], None]  # source bytes done, source bytes in
 
 
 def convert(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, dtype: str | None = None, group_size: int | None = None,
+    src: PathLike, dst: PathLike, *, dtype: str | None = None, group_size: int | None = None,
     loops: int | None = None, max_loops: int | None = None, tokenizer: bool = True, progress: Progress | None = None,
 ) -> ModelConfig:  # fmt: skip
     """Convert a Hugging Face folder or a GGUF file; an existing `.tinyloop` file is replaced, when the new one is complete.
@@ -46,9 +47,9 @@ def convert(
     FileNotFoundError, OSError
         A file or folder is missing, or the disk is full; nothing is left behind.
     """
-    source = open_source(os.fspath(src), tokenizer)
+    source = open_source(os.fsdecode(src), tokenizer)
     config = with_depth(source.config, loops, max_loops)
-    check_target(os.fspath(dst))
+    check_target(os.fsdecode(dst))
     dtypes = {name: dtype or source.tensors[name].dtype for name in matrix_shapes(config)}
     counted = _Counter(sum(tensor.nbytes for tensor in source.tensors.values()), progress or (lambda done, total, name: None))
     with ModelWriter(

@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..atomic_file import check_replaceable
 from ..strict_json import load_object
 from .errors import ServeError
 from .rates import Allowance
@@ -131,6 +132,7 @@ def add_key(path: str | os.PathLike[str], name: str, settings: dict[str, Any]) -
     if not NAME.fullmatch(name):
         raise ValueError(f"tenant name {name!r}: expected 1 to 64 letters, digits, '.', '_' and '-'")
     fields: dict[str, Any] = {"tenants": []}
+    check_replaceable(path)
     if os.path.exists(path):
         Tenants.load(path)  # so that a broken file is not written over
         with open(path, "rb") as file:
