@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import os
 import pickle
 import resource
 import subprocess
@@ -177,3 +178,27 @@ def test_kv_mode_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("TINYLOOP_KV_INT8", "banana")
     with tl.Model(model_file("shipped"), 32, kv_mode="bf16") as model:
         assert model.kv_mode == "bf16"
+
+
+def test_a_resume_handle_is_not_extended_in_a_forked_child(model):
+    handle = model.build_resume_handle([1, 2, 3, 4], 2)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            handle.extend(4)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    assert b"forked" in os.read(read, 1000)
+    os.close(read)
+
+
+def test_saving_again_keeps_a_files_permissions(model, tmp_path):
+    with model.build_prefix_cache([1, 2, 3]) as cache:
+        cache.save(tmp_path / "cache")
+        (tmp_path / "cache").chmod(0o600)
+        cache.save(tmp_path / "cache")
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o600

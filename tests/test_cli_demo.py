@@ -66,6 +66,52 @@ def test_generate_takes_and_prints_ids(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["-n", "0"], "--max-tokens is 0, expected 1 or more"),
+        (["--loops", "99"], "--loops is 99, expected 1 to "),
+        (["--loops", "0"], "--loops is 0, expected 1 to "),
+        (["--max-seq-len", "10"], "--max-seq-len is 10, the longest request takes "),
+    ],
+)
+def test_demo_refuses_in_one_line_before_any_work(args, message, capsys):
+    assert cli.main(["demo", *args]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
+
+
+def test_demo_of_one_token_shows_no_rate(capsys):
+    assert cli.main(["demo", "-n", "1", "--loops", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens/s" not in out and "48 hits in 48 queries (8 answers, each started 5 times more to time it)" in out
+
+
+def test_a_prompt_may_follow_the_options(capsys):
+    fast = ["-n", "3", "--loops", "1", "--seed", "1"]
+    outputs = []
+    for argv in (["demo", "Once upon", *fast], ["demo", *fast, "Once upon"], [*fast, "demo", "Once upon"], ["demo", *fast, "--", "Once upon"]):
+        assert cli.main(["generate", *argv]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0].strip() and set(outputs) == {outputs[0]}
+    assert cli.main(["generate", "demo", "--ids", "1 2 3", *fast]) == 0
+    assert len(capsys.readouterr().out.split()) == 3
+    for argv in (["demo", *fast, "a", "b"], ["demo", "a", *fast, "b"], ["demo", *fast, "--nothing"]):
+        assert cli.main(["generate", *argv]) == 2
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["argument", "standard input"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_text_that_is_not_utf8_is_refused_in_one_line(where, locale):
+    command = [sys.executable, "-m", "tinyloop_py.cli", "generate", "demo", "-n", "1"]
+    bad = b"Once \xff upon"
+    env = {**os.environ, "LC_ALL": locale}
+    command += [bad] if where == "argument" else []
+    run = subprocess.run(command, input=bad if where != "argument" else b"", capture_output=True, check=False, env=env)
+    assert run.returncode == 1 and b"is not valid UTF-8" in run.stderr and run.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
         (["demo", ""], "the prompt is empty"),
         (["demo", "x", "--ids"], "--ids: 'x' is no token id"),
         (["demo", "4096", "--ids"], "prompt[0] is 4096, expected a token id from 0 to 4095"),

@@ -11,6 +11,7 @@ import pytest
 from samples import LOOPED, PLAIN, build, random_tensors
 from tokenizers import Tokenizer, models
 
+import tinyloop_py as tl
 from tinyloop_py import cli
 from tinyloop_py.commands.info import file_facts, kv_nbytes_per_token
 from tinyloop_py.config import ModelConfig
@@ -100,6 +101,16 @@ def test_wrong_usage_exits_2_and_help_0(capsys):
         assert cli.main(argv) == 2
     assert cli.main(["--help"]) == 0 and cli.main(["convert", "--help"]) == 0
     assert "convert" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tinyloop {tl.__version__}\n"
+
+
+def test_info_knows_the_demo_model(capsys):
+    assert cli.main(["info", "demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(tl.demo_model())
 
 
 def test_interrupt_exits_130(looped, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinyloop_py import diagnosis
-from tinyloop_py.native import library_path
+from tinyloop_py.native import library_path, require_library
 
 
 def run(*arguments, **variables):
@@ -37,7 +37,19 @@ def test_text_and_json_say_the_same():
 def test_why_a_backend_is_not_there_is_said(tmp_path):
     report = json.loads(run("--json", TINYLOOP_CUDA_LIBRARY=tmp_path / "absent.so"))
     assert report["libraries"]["cuda"]["state"] == "missing"
-    assert "absent.so is missing" in report["backends"]["cuda"] and "reinstall" in report["backends"]["cuda"]
+    assert "absent.so is missing" in report["backends"]["cuda"]
+    assert f"TINYLOOP_CUDA_LIBRARY is '{tmp_path / 'absent.so'}'" in report["backends"]["cuda"]
+
+
+def test_a_variable_that_names_no_library_is_named(monkeypatch, tmp_path):
+    for backend in ("cpu", "cuda"):
+        monkeypatch.setenv(f"TINYLOOP_{backend.upper()}_LIBRARY", str(tmp_path / "absent.so"))
+        with pytest.raises(RuntimeError, match=rf"TINYLOOP_{backend.upper()}_LIBRARY is '{tmp_path}/absent.so', which is no file"):
+            require_library(backend)
+    monkeypatch.delenv("TINYLOOP_CPU_LIBRARY")
+    monkeypatch.setattr("tinyloop_py.native.library_folder", lambda: tmp_path)
+    with pytest.raises(RuntimeError, match=r"libtinyloop_cpu\.so is missing from .*reinstall"):
+        require_library("cpu")
 
 
 def test_a_broken_library_is_reported(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import gc
 import json
+import mmap
 import os
 import socket
 import subprocess
@@ -19,11 +20,14 @@ from samples import LOOPED, PLAIN, random_tensors
 from tokenizers import Tokenizer, models
 
 import tinyloop_py as tl
+from tinyloop_py import model_file
+from tinyloop_py.devices import open_context
 from tinyloop_py.errors import FormatError
 from tinyloop_py.file_metadata import HEADER_CRC32, TENSOR_CRC32
 from tinyloop_py.layout import matrix_shapes, tensor_shapes
 from tinyloop_py.model_file import open_model_file
 from tinyloop_py.model_writer import ModelWriter, save_model
+from tinyloop_py.packing import load_weights
 from tinyloop_py.quantize import bf16_from_float32, float32_from_bf16, quantize_rows
 from tinyloop_py.weights import WeightTensor
 
@@ -397,6 +401,59 @@ def test_every_truncation_is_refused(plain):
     plain.write_bytes(blob + b"\0")
     with pytest.raises(FormatError, match="1 bytes follow tensor"):
         open_model_file(plain)
+
+
+def test_a_file_cut_while_it_opens_is_a_format_error(plain, monkeypatch):
+    def cut_then_map(fd, *args, mmap=mmap.mmap, **kwargs):
+        os.truncate(plain, plain.stat().st_size // 2)
+        return mmap(fd, *args, **kwargs)
+
+    monkeypatch.setattr("mmap.mmap", cut_then_map)
+    with pytest.raises(FormatError, match=rf"{plain}: truncated: it had \d+ bytes, now \d+"):
+        open_model_file(plain)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("kept", [0, 0.3, 0.9])
+def test_a_file_cut_after_it_was_opened_is_a_format_error_that_names_the_tensor(tmp_path, dtype, kept):
+    """Through a mapping it would be a SIGBUS, which ends the process."""
+    path = tmp_path / "m.tinyloop"
+    save_model(path, PLAIN, random_tensors(PLAIN), dtype=dtype)
+    context = open_context("cpu", 1)[0]
+    with open_model_file(path) as file:
+        os.truncate(path, int(kept * file.nbytes))
+        for use in (file.verify, lambda: load_weights(context, file), lambda: [file.read(name) for name in file.names]):
+            with pytest.raises(FormatError, match=rf"^{path}: tensor \S+ ends early"):
+                use()
+
+
+def test_a_file_cut_while_its_small_values_are_checked_is_a_format_error(plain, monkeypatch):
+    def cut_then_check(file, check=model_file._check_small_values):
+        os.truncate(plain, 8)
+        check(file)
+
+    monkeypatch.setattr(model_file, "_check_small_values", cut_then_check)
+    with pytest.raises(FormatError, match=rf"^{plain}: tensor \S+ ends early"):
+        open_model_file(plain)
+
+
+def test_a_file_written_to_while_weights_are_loaded_is_a_format_error(plain):
+    context = open_context("cpu", 1)[0]
+    with open_model_file(plain) as file:
+        os.utime(plain, ns=(0, 1))
+        with pytest.raises(FormatError, match="was changed while it was read"):
+            load_weights(context, file)
+
+
+def test_what_is_read_is_what_is_mapped(int8, plain):
+    for path in (int8, plain):
+        with open_model_file(path) as file:
+            for name in file.names:
+                read, mapped = file.read(name), file.tensor(name)
+                assert (read.dtype, read.shape, read.group_size) == (mapped.dtype, mapped.shape, mapped.group_size)
+                assert np.array_equal(read.data, mapped.data) and np.array_equal(read.to_float32(), mapped.to_float32())
+        with pytest.raises(ValueError, match="is closed"):
+            file.read("embed.weight")
 
 
 def _metadata(**changes):

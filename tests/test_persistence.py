@@ -271,6 +271,15 @@ def test_truncated_and_foreign_files(model, saved, tmp_path):
     assert_refused(model, tmp_path / "absent", FileNotFoundError)
 
 
+def test_a_saved_file_cut_while_it_is_read_is_a_format_error(model, saved, monkeypatch):
+    def cut_then_read(file, *args, read=TensorFile.read):
+        os.truncate(saved, 16)
+        return read(file, *args)
+
+    monkeypatch.setattr(TensorFile, "read", cut_then_read)
+    assert_refused(model, saved, text=r"tensor \S+ ends early")
+
+
 def test_a_fifo_is_neither_read_nor_replaced(model, path, tmp_path):
     path = tmp_path / "fifo"
     os.mkfifo(path)

@@ -59,6 +59,8 @@ class AtomicFile:
         self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
         self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
+            if os.path.exists(self._target):  # no reader more than before
+                os.fchmod(self._fd, stat.S_IMODE(os.stat(self._target).st_mode))
             _reserve(self._fd, nbytes)
         except OSError as error:
             self.abort()

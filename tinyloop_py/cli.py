@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from . import __version__
 from .commands import convert, demo, generate, info, key, serve
 
 COMMANDS = (demo, generate, convert, info, serve, key)
@@ -15,11 +16,14 @@ COMMANDS = (demo, generate, convert, info, serve, key)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand: 0, or 1 after one line on stderr, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="tinyloop", description="Looped language models inside a Python process.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
     try:
-        args = parser.parse_args(argv)
+        args, rest = parser.parse_known_args(argv)
+        if rest and not _take_prompt(args, rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
     except SystemExit as stop:  # argparse's own: 0 after --help, 2 after wrong usage
         return stop.code if isinstance(stop.code, int) else 2
     try:
@@ -35,6 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print("tinyloop: error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
+
+
+def _take_prompt(args: argparse.Namespace, rest: list[str]) -> bool:
+    """Whether what argparse left over is the prompt: one that follows an option, it takes for missing."""
+    words = rest[1:] if rest[0] == "--" else rest
+    if getattr(args, "prompt", "") is not None or len(words) != 1 or (words is rest and words[0].startswith("-")):
+        return False
+    args.prompt = words[0]
+    return True
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ cdef class Engine:
     cdef readonly int max_rows, max_out
     cdef object _lock
     cdef bint _closed, _is_freed
+    cdef int _pid
     cdef int32_t *_pos
     cdef int32_t *_seq
     cdef object _lockstep              # the rows of steps over several generations; lockstep.pyx
@@ -23,6 +24,7 @@ cdef class Engine:
     cdef KvPrefix with_kv(self, KvPrefix prefix)
     cdef int step(self, Sequence seq, const int32_t *tokens, int n, tl_batch *want) except -1
     cdef int check_open(self) except -1
+    cdef int check_process(self) except -1
     cdef int check_signals(self, Sequence seq) except -1
     cdef int run_locked(self, tl_batch *batch) except -1
     cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want) except -1

@@ -11,6 +11,7 @@ import numpy as np
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
+from posix.unistd cimport getpid
 from libc.string cimport memset
 
 from .abi cimport (
@@ -34,6 +35,7 @@ cdef class Engine:
         self.max_rows = plan.desc.max_rows
         self.max_out = plan.desc.max_out
         self._lock = threading.Lock()
+        self._pid = getpid()
         self.runner = CudaRunner(plan, self._lock) if isinstance(plan.context, CudaContext) else Runner(plan)
         n = max(self.max_rows, self.max_out)
         self._pos = <int32_t *>malloc(n * sizeof(int32_t))
@@ -80,6 +82,12 @@ cdef class Engine:
                 n -= max(0, n_tokens - w + 1) // TL_PAGE_POSITIONS
             nbytes += n * self.plan.store.page_nbytes(part + 3 * self.plan.keeps_operands) * (loops if part == TL_STAGE_CORE else 1)
         return nbytes
+
+    cdef int check_process(self) except -1:
+        """A forked child has the model but not its threads."""
+        if getpid() != self._pid:
+            raise RuntimeError("the tinyloop.Model was made before this process forked; make the model in the child")
+        return 0
 
     cdef int check_open(self) except -1:
         if self._closed:

@@ -1,4 +1,4 @@
-"""Reading `.tinyloop` files: mapped into memory, checked whole before anything is used."""
+"""Reading `.tinyloop` files: checked whole before anything is used, then read tensor by tensor, or mapped."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import itertools
 import math
 import mmap
 import os
-import zlib
+import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from .atomic_file import PathLike, file_kind
 from .config import ModelConfig
@@ -20,6 +21,7 @@ from .errors import FormatError
 from .file_metadata import HEADER_CRC32, FileMetadata, crc_text, from_text_map, header_crc32
 from .fingerprint import weights_id
 from .layout import SCALE_SUFFIX, layer_names, matrix_shapes, scale_shapes, tensor_shapes
+from .positioned_read import crc32_at, read_array
 from .safetensors_header import HeaderEntry, read_header
 from .strict_json import first_of, shown
 from .weights import STORED, WeightTensor
@@ -54,20 +56,27 @@ def open_model_file(path: PathLike) -> ModelFile:
             dtypes = check_tensors(meta, entries)
             if HEADER_CRC32 in text and header_crc32(entries, text, min(e.start for e in entries.values())) != text[HEADER_CRC32]:
                 raise FormatError(f"the header is damaged: its checksum is not {shown(text[HEADER_CRC32])}")
-            mapping = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
-        opened = ModelFile(path, meta, entries, dtypes, mapping, (status.st_dev, status.st_ino, nbytes, status.st_mtime_ns))
-        try:
-            _check_small_values(opened)
-        except BaseException:
-            opened.close()
-            raise
-        return opened
+            try:
+                mapping = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+            except ValueError:  # shorter than it was a moment ago
+                raise FormatError(f"truncated: it had {nbytes} bytes, now {os.fstat(file.fileno()).st_size}") from None
+            file_id = (status.st_dev, status.st_ino, nbytes, status.st_mtime_ns)
+            opened = ModelFile(path, meta, entries, dtypes, mapping, os.dup(file.fileno()), file_id)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
+    try:
+        _check_small_values(opened)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 class ModelFile:
-    """An open `.tinyloop` file. Tensors are views of the mapping and stay readable after `close` for as long as they are held.
+    """An open `.tinyloop` file.
+
+    `read` copies a weight, and is what a model is loaded with: a file that shrinks meanwhile is a FormatError. `tensor` is a
+    view of the mapping, which stays readable after `close` for as long as it is held, and for as long as nothing cuts the file.
 
     Attributes
     ----------
@@ -86,6 +95,7 @@ class ModelFile:
         entries: Mapping[str, HeaderEntry],
         dtypes: Mapping[str, str],
         mapping: mmap.mmap,
+        fd: int,
         file_id: tuple[int, ...],
     ) -> None:
         self.path = path
@@ -101,6 +111,8 @@ class ModelFile:
         self._entries = entries
         self._dtypes = dtypes
         self._mapping: mmap.mmap | None = mapping
+        self._fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)
 
     def tensor(self, name: str) -> WeightTensor:
         """The weight called `name`, uncopied; KeyError where the model has none of that name."""
@@ -109,6 +121,18 @@ class ModelFile:
             return WeightTensor(name, dtype, entry.shape, self._view(name, dtype))
         scales = self._view(name + SCALE_SUFFIX, "f32").reshape(self._entries[name + SCALE_SUFFIX].shape)
         return WeightTensor(name, dtype, entry.shape, self._view(name, dtype), scales, self.group_size)
+
+    def read(self, name: str, memory: npt.NDArray[np.uint8] | None = None) -> WeightTensor:
+        """The weight called `name` in memory of its own, or its values in `memory`; FormatError where the file has become too short for it."""
+        dtype, entry = self._dtypes[name], self._entries[name]
+        scales = self._read(name + SCALE_SUFFIX) if dtype == "int8" else None
+        return WeightTensor(name, dtype, entry.shape, self._read(name, memory).reshape(-1), scales, self.group_size if dtype == "int8" else None)
+
+    def check_unchanged(self) -> None:
+        """FormatError where the file was written to or cut since it was opened: what was read may be of two files."""
+        status = os.fstat(self._open_fd())
+        if (status.st_size, status.st_mtime_ns) != self.file_id[2:]:
+            raise FormatError(f"{self.path}: the file was changed while it was read; open it again when its writer is done")
 
     def __iter__(self) -> Iterator[WeightTensor]:
         return (self.tensor(name) for name in self.names)
@@ -127,10 +151,9 @@ class ModelFile:
     def verify(self) -> None:
         """Read every byte: FormatError names the first tensor whose checksum is wrong or, where the file has none, that holds NaN or infinity."""
         for name, entry in self._entries.items():
-            data = self._view(name, DTYPE_OF[entry.dtype])
-            if name in self._crc32 and crc_text(zlib.crc32(data.view(np.uint8).data)) != self._crc32[name]:
+            if name in self._crc32 and self._checksum(name, entry) != self._crc32[name]:
                 raise FormatError(f"{self.path}: tensor {name} is damaged: its checksum is not {shown(self._crc32[name])}")
-            if name not in self._crc32 and name in self._dtypes and not self.tensor(name).is_finite():
+            if name not in self._crc32 and name in self._dtypes and not self.read(name).is_finite():
                 raise FormatError(f"{self.path}: tensor {name} holds NaN or infinity")
 
     def weights_id(self, read: bool = False) -> str | None:
@@ -139,11 +162,12 @@ class ModelFile:
         if missing := [name for name in self._entries if name not in sums]:
             if not read:
                 return None
-            sums |= {name: crc_text(zlib.crc32(self._view(name, DTYPE_OF[self._entries[name].dtype]).view(np.uint8).data)) for name in missing}
+            sums |= {name: self._checksum(name, self._entries[name]) for name in missing}
         return weights_id(sums, {name: (entry.dtype, entry.shape) for name, entry in self._entries.items()}, self.group_size)
 
     def close(self) -> None:
         """Let go of the mapping; it is unmapped when the last tensor taken from it is gone."""
+        self._close_fd()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             with contextlib.suppress(BufferError):  # views are still held
@@ -154,6 +178,20 @@ class ModelFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _open_fd(self) -> int:
+        if self._mapping is None:
+            raise ValueError(f"{self.path} is closed")
+        return self._fd
+
+    def _checksum(self, name: str, entry: HeaderEntry) -> str:
+        return crc_text(crc32_at(self._open_fd(), entry.stop - entry.start, entry.start, f"{self.path}: tensor {name}"))
+
+    def _read(self, stored_name: str, memory: npt.NDArray[np.uint8] | None = None) -> np.ndarray:
+        entry = self._entries[stored_name]
+        element = STORED[DTYPE_OF[entry.dtype]][1]
+        values = read_array(self._open_fd(), element, math.prod(entry.shape), entry.start, f"{self.path}: tensor {stored_name}", memory)
+        return values.reshape(entry.shape)
 
     def _view(self, name: str, dtype: str) -> np.ndarray:
         if self._mapping is None:
@@ -207,9 +245,10 @@ def _check_entry(name: str, entries: Mapping[str, HeaderEntry], shape: tuple[int
 
 
 def _check_small_values(file: ModelFile) -> None:
-    for weight in file:
-        if weight.scales is not None:
-            if not (np.isfinite(weight.scales).all() and (weight.scales >= 0).all()):
-                raise FormatError(f"tensor {weight.name}{SCALE_SUFFIX} holds a scale that is negative, NaN or infinite")
-        elif weight.n_rows == 1 and not weight.is_finite():
-            raise FormatError(f"tensor {weight.name} holds NaN or infinity")
+    for name, dtype in file._dtypes.items():
+        if dtype == "int8":
+            scales = file._read(name + SCALE_SUFFIX)
+            if not (np.isfinite(scales).all() and (scales >= 0).all()):
+                raise FormatError(f"{file.path}: tensor {name}{SCALE_SUFFIX} holds a scale that is negative, NaN or infinite")
+        elif file._entries[name].shape[:-1] in ((), (1,)) and not file.read(name).is_finite():
+            raise FormatError(f"{file.path}: tensor {name} holds NaN or infinity")

@@ -42,13 +42,20 @@ class _Loader:
         self.context, self.file, self.arena = context, file, Arena(context.alloc)
         self.matrices: dict[str, PackedMatrix] = {}
         self.vectors: dict[str, Buffer] = {}
+        self.scratch: list[np.ndarray] = []
 
     def matrix(self, name: str, n_out: int, sources: list[tuple[str, int, int, int]]) -> None:
         """Packs file tensors into one matrix; a source is (tensor, block, stride, offset), see `Context.pack`."""
-        tensors = [self.file.tensor(source[0]) for source in sources]
+        tensors = [self.file.read(source[0], self._scratch(i, self.file.tensor(source[0]).data.nbytes)) for i, source in enumerate(sources)]
         rows = [(t.data, t.scales, t.shape[0], *source[1:]) for t, source in zip(tensors, sources, strict=True)]
         first = tensors[0]
         self.matrices[name] = self.context.pack(self.arena, first.dtype, n_out, first.shape[1], first.group_size or 0, rows, f"the weight {name}")
+
+    def _scratch(self, place: int, nbytes: int) -> np.ndarray:
+        """Memory for the source at a place in a matrix, used again for the next one: fresh pages would cost as much as reading."""
+        if place == len(self.scratch) or self.scratch[place].size < nbytes:
+            self.scratch[place : place + 1] = [np.empty(nbytes, np.uint8)]
+        return self.scratch[place]
 
     def plain(self, name: str, tensor: str) -> None:
         n_out = self.file.tensor(tensor).shape[0]
@@ -68,7 +75,7 @@ def _load_qkv(loader: _Loader, config: ModelConfig, layer: str) -> None:
         bias = np.zeros((n_out // pad, pad), np.float32)
         for p in "qkv":
             if p in config.attn_bias:
-                values = loader.file.tensor(f"{layer}.attn.{p}.bias").to_float32().reshape(-1, hd)
+                values = loader.file.read(f"{layer}.attn.{p}.bias").to_float32().reshape(-1, hd)
                 bias[first_head[p] : first_head[p] + len(values), :hd] = values
         loader.vector(f"{layer}.attn.qkv.bias", bias)
 
@@ -78,7 +85,7 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: str) -> None:
     loader.plain(f"{layer}.o", f"{layer}.attn.o.weight")
     if "o" in config.attn_bias:
         bias = np.zeros(pad16(config.dim), np.float32)
-        bias[: config.dim] = loader.file.tensor(f"{layer}.attn.o.bias").to_float32()
+        bias[: config.dim] = loader.file.read(f"{layer}.attn.o.bias").to_float32()
         loader.vector(f"{layer}.attn.o.bias", bias)
     n = pad16(config.ffn_dim)
     if config.mlp == "gated":
@@ -108,6 +115,7 @@ def load_weights(context: Context, file: ModelFile, progress: Callable[[str], No
         step("head", lambda: loader.plain("head", "head.weight"))
     for name in vector_shapes(config):
         if not name.endswith(".bias"):
-            loader.vector(name, file.tensor(name).to_float32())
+            loader.vector(name, file.read(name).to_float32())
     context.end_loading()
+    file.check_unchanged()
     return Weights(loader.matrices, loader.vectors)

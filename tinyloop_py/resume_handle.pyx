@@ -110,6 +110,7 @@ cdef class ResumeHandle:
     cdef tuple held(self):
         if self._held is None:
             raise RuntimeError("the resume handle is closed, or its model is; build it again")
+        self.engine.check_process()
         return self._held
 
     cdef KvPrefix prefix_at(self, int loops):

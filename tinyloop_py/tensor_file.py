@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import mmap
 import os
 import zlib
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from typing_extensions import Self
 from .atomic_file import AtomicFile, PathLike, file_kind
 from .errors import FormatError
 from .file_metadata import HEADER_CRC32, TENSOR_CRC32, crc_text, header_crc32
+from .positioned_read import read_array
 from .safetensors_header import ITEM_NBYTES, HeaderEntry, header_bytes, read_header
 from .strict_json import load_object, shown
 
@@ -79,7 +78,7 @@ class TensorFileWriter:
 
 
 class TensorFile:
-    """An open file of `TensorFileWriter`, mapped; its header is sound, a tensor is checked when it is read.
+    """An open file of `TensorFileWriter`; its header is sound, a tensor is checked when it is read.
 
     Raises
     ------
@@ -104,23 +103,24 @@ class TensorFile:
             if header_crc32(self.entries, self.text, data_start) != self.text.get(HEADER_CRC32):
                 raise FormatError(f"the header is damaged: its checksum is not {shown(self.text.get(HEADER_CRC32))}")
             self._crc32 = load_object(self.text.get(TENSOR_CRC32, "{}"), f"the metadata's {TENSOR_CRC32}")
-            self._mapping = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+            self._fd = os.dup(file.fileno())
 
     def read(self, name: str, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """A tensor as a view of the file, which must be of this type and shape and hold what was written."""
+        """A tensor, which must be of this type and shape and hold what was written."""
         entry = self.entries.get(name)
         if entry is None:
             raise FormatError(f"tensor {name} is missing")
         if (entry.dtype, entry.shape) != (dtype, shape):
             raise FormatError(f"tensor {name} is {entry.dtype} of shape {shown(list(entry.shape))}, expected {dtype} of {list(shape)}")
-        flat = np.frombuffer(self._mapping, np.uint8, entry.stop - entry.start, entry.start)
+        flat = read_array(self._fd, np.uint8, entry.stop - entry.start, entry.start, f"tensor {name}")
         if crc_text(zlib.crc32(flat.data)) != self._crc32.get(name):
             raise FormatError(f"tensor {name} is damaged: its checksum is not {shown(self._crc32.get(name))}")
         return flat.view(NUMPY_TYPES[dtype]).reshape(shape)
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # views are still held
-            self._mapping.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __enter__(self) -> Self:
         return self

@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     import tinyloop_py as tl
 
     with open_from(args) as model:
-        show = Show(model, args.loops or model.config.default_loops, args.max_tokens)
+        show = Show(model, model.config.default_loops if args.loops is None else args.loops, args.max_tokens)
+        show.check()
         print(
             f"A looped model: {model.config.n_core} layers, run {show.loops} times a token; {model.nbytes / 1e6:.1f} MB of weights, "
             f"{model.config.vocab_size} token ids, on {model.numerics_id.split('/')[0]}, {model.threads} thread{'s' * (model.threads > 1)}."
@@ -93,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
         saved = [show.request(pool, tenant, prefixes[tenant], question) for question, tenant in requests()]
         stats = pool.stats()
         print(
-            f"The pool: {stats.hits} hits in {stats.queries} queries, {stats.matched_tokens} tokens matched, {stats.prefilled_tokens} run; "
+            f"The pool: {stats.hits} hits in {stats.queries} queries ({len(saved)} answers, each started {N_TIMINGS} times more to time it), "
+            f"{stats.matched_tokens} tokens matched, {stats.prefilled_tokens} run; "
             f"time to first token {median(saved):.1f} times as fast (median). Every answer was the same with and without it."
         )
         show.depths(pool, TENANTS[1], prefixes[TENANTS[1]])
@@ -104,6 +106,11 @@ def tenant_prefix(tenant: Tenant) -> str:
     """What all of a tenant's requests start with, in the format that the demo model was trained on."""
     question, answer = tenant.example
     return f"<|system|>{tenant.system}<|end|><|user|>{question}<|end|><|assistant|>{answer}<|end|>"
+
+
+def as_turn(question: str) -> str:
+    """A question, and the start of its answer."""
+    return f"<|user|>{question}<|end|><|assistant|>"
 
 
 def requests() -> Iterator[tuple[str, Tenant]]:
@@ -124,6 +131,18 @@ class Show:
         ids: list[int] = self.model.tokenizer.encode(text).ids
         return ids
 
+    def check(self) -> None:
+        """ValueError where an option leaves no room for the requests: before any work."""
+        if self.max_tokens < 1:
+            raise ValueError(f"--max-tokens is {self.max_tokens}, expected 1 or more")
+        if not 1 <= self.loops <= self.model.config.max_loops:
+            raise ValueError(f"--loops is {self.loops}, expected 1 to {self.model.config.max_loops}")
+        longest = max(len(self.encode(tenant_prefix(tenant) + as_turn(question))) for question, tenant in requests())
+        if longest + self.max_tokens > self.model.max_seq_len:
+            raise ValueError(
+                f"--max-seq-len is {self.model.max_seq_len}, the longest request takes {longest} tokens and --max-tokens {self.max_tokens} more"
+            )
+
     def start(self, prompt: list[int], pool: Any, loops: int | None = None, max_tokens: int | None = None) -> Any:
         n = self.max_tokens if max_tokens is None else max_tokens
         return self.model.generate_stream(prompt, n, loops or self.loops, pool=pool, top_k=0, **SAMPLING)
@@ -138,8 +157,8 @@ class Show:
                 times.append(time.perf_counter() - begin)
         return [median(times) for times in seconds]
 
-    def answer(self, prompt: list[int], pool: Any, loops: int | None = None) -> tuple[list[int], int, float]:
-        """Print an answer as it comes; (its tokens, prompt tokens that came from the pool, tokens per second after the first)."""
+    def answer(self, prompt: list[int], pool: Any, loops: int | None = None) -> tuple[list[int], int, str]:
+        """Print an answer as it comes; (its tokens, prompt tokens that came from the pool, tokens per second after the first, if any)."""
         from ..text_decoder import TextDecoder
 
         decoder = TextDecoder(self.model.tokenizer)
@@ -152,11 +171,11 @@ class Show:
             sys.stdout.flush()
         seconds = time.perf_counter() - begin
         print(decoder.flush() + (" ..." if stream.finish_reason == "length" else ""))
-        return tokens, stream.cached_tokens, (len(tokens) - 1) / seconds
+        return tokens, stream.cached_tokens, f"{(len(tokens) - 1) / seconds:,.0f} tokens/s" if len(tokens) > 1 else ""
 
     def request(self, pool: Any, tenant: Tenant, prefix: list[int], question: str) -> float:
         """Answer through the pool, check the answer against one without it, and say what the pool saved; returns the speed-up."""
-        prompt = prefix + self.encode(f"<|user|>{question}<|end|><|assistant|>")
+        prompt = prefix + self.encode(as_turn(question))
         sys.stdout.write(f"{tenant.name}: {question}\n  ")
         tokens, n_matched, rate = self.answer(prompt, pool)
         if tokens != list(self.start(prompt, None)):
@@ -164,7 +183,7 @@ class Show:
         warm, cold = self.first_token_seconds(prompt, (pool, None))
         print(
             f"  [{n_matched} of {len(prompt)} prompt tokens from the pool; first token after {1e3 * warm:.2f} ms, "
-            f"without the pool {1e3 * cold:.2f} ms; {rate:,.0f} tokens/s]\n"
+            f"without the pool {1e3 * cold:.2f} ms{rate and '; '}{rate}]\n"
         )
         return cold / warm
 
@@ -172,7 +191,7 @@ class Show:
         """One question at several depths."""
         question = tenant.questions[0]
         print(f"\nDepth is an argument of every call. {tenant.name}: {question}")
-        for loops in DEPTHS:
+        for loops in (n for n in DEPTHS if n <= self.model.config.max_loops):
             sys.stdout.write(f"  {loops} loop{'s' * (loops > 1)}: ")
-            *_, rate = self.answer(prefix + self.encode(f"<|user|>{question}<|end|><|assistant|>"), pool, loops)
-            print(f"  [{rate:,.0f} tokens/s]")
+            *_, rate = self.answer(prefix + self.encode(as_turn(question)), pool, loops)
+            print(f"  [{rate}]" if rate else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -47,18 +48,24 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seq-len", type=int, default=2048, help="most tokens of prompt and output (default %(default)s)")
 
 
+def model_path(name: str) -> str:
+    """The file of a model that the command line names."""
+    import tinyloop_py as tl
+
+    return os.fspath(tl.demo_model()) if name == DEMO else name
+
+
 def open_from(args: argparse.Namespace) -> Any:
     """The model that the options name."""
     import tinyloop_py as tl
 
-    path = tl.demo_model() if args.model == DEMO else args.model
-    return tl.Model(path, args.max_seq_len, device=args.device, threads=args.threads, kv_mode=args.kv_mode)
+    return tl.Model(model_path(args.model), args.max_seq_len, device=args.device, threads=args.threads, kv_mode=args.kv_mode)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     with open_from(args) as model:
-        text = args.prompt if args.prompt is not None else sys.stdin.read()
+        text = checked_text(args.prompt) if args.prompt is not None else read_stdin()
         prompt, show, finish = (_id_mode if args.ids else _text_mode)(model, text, args.special)
         begin = time.perf_counter()
         stream = model.generate_stream(
@@ -74,6 +81,23 @@ def run(args: argparse.Namespace) -> int:
         rate = f", {(n - 1) / seconds:.0f} tokens/s" if n > 1 else ""
         print(f"{len(prompt)} + {n} tokens, first after {1e3 * (first - begin):.1f} ms{rate}; {stream.finish_reason}", file=sys.stderr)
     return 0
+
+
+def read_stdin() -> str:
+    """The text on standard input; ValueError where it is not UTF-8."""
+    try:
+        return checked_text(sys.stdin.read(), "standard input")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not valid UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}") from None
+
+
+def checked_text(text: str, what: str = "the prompt") -> str:
+    """The text; ValueError where it stands for bytes that are no UTF-8, which Python keeps as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is not valid UTF-8 at character {error.start}") from None
+    return text
 
 
 def _id_mode(model: Any, text: str, special: bool) -> tuple[list[int], Callable[[int], str], Callable[[], str]]:

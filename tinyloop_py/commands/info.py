@@ -11,6 +11,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..kv_modes import KV_DTYPES, has_kv_mode, kv_nbytes_per_token
 from ..model_file import ModelFile, open_model_file
+from .generate import DEMO, model_path
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "info", help="show what a model file holds", description="Show config, sizes, weights and KV bytes of a model file."
     )
-    parser.add_argument("file", metavar="FILE", help="a .tinyloop file")
+    parser.add_argument("file", metavar="FILE", help=f"a .tinyloop file, or '{DEMO}' for the one that comes with tinyloop")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--verify", action="store_true", help="read all weights and compare them with the file's checksums")
     parser.set_defaults(run=run)
@@ -26,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the facts of a file."""
-    with open_model_file(args.file) as file:
+    with open_model_file(model_path(args.file)) as file:
         if args.verify:
             file.verify()
         facts = file_facts(file)
