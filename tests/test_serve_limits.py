@@ -170,3 +170,41 @@ def test_a_model_that_cannot_be_loaded_is_reported():
     with server_here(model=path, wait=False) as (url, _):
         wait_until(lambda: ask(url, "/health").json["status"] == "dead", "the failure is known")
         assert "cannot be loaded" in ask(url, "/health").json["detail"] and is_error(ask(url, TEXT, {"model": "broken", "prompt": "a"}), 503)
+
+
+def fields_of(node):
+    """All nodes of a pydantic-core schema."""
+    if isinstance(node, dict):
+        yield node
+        for inner in node.values():
+            yield from fields_of(inner)
+    elif isinstance(node, (list, tuple)):
+        for inner in node:
+            yield from fields_of(inner)
+
+
+def test_a_list_of_bad_elements_costs_one_error():
+    from pydantic import ValidationError
+
+    from tinyloop_py.serve import schemas
+
+    requests = (schemas.ChatRequest, schemas.CompletionRequest, schemas.PrefixRequest, schemas.TokenizeRequest, schemas.DetokenizeRequest)
+    for request in requests:
+        lists = [node for node in fields_of(request.__pydantic_core_schema__) if node.get("type") == "list"]
+        assert lists and all(node.get("fail_fast") for node in lists), request
+    bad = [
+        (schemas.CompletionRequest, {"model": NAME, "prompt": [-1] * 1000}), (schemas.CompletionRequest, {"model": NAME, "prompt": [[-1] * 1000] * 100}),
+        (schemas.DetokenizeRequest, {"tokens": [{}] * 1000}), (schemas.ChatRequest, {"model": NAME, "messages": [{}] * 1000}),
+        (schemas.ChatRequest, {"model": NAME, "messages": [{"role": "user", "content": [{}] * 1000}]}),
+    ]  # fmt: skip
+    for request, fields in bad:
+        with pytest.raises(ValidationError) as raised:
+            request.model_validate(fields)
+        assert raised.value.error_count() < 10, fields
+
+
+def test_an_object_of_very_many_keys_is_refused(url):
+    many = {f"k{i}": 1 for i in range(1025)}
+    for body in ({"model": NAME, "prompt": "a", **many}, {"model": NAME, "prompt": "a", "logit_bias": many}, {"model": NAME, "prompt": [many]}):
+        answer = ask(url, TEXT, body)
+        assert is_error(answer, 400) and "1024 keys" in answer.json["error"]["message"]
