@@ -193,7 +193,8 @@ def test_a_list_of_bad_elements_costs_one_error():
         lists = [node for node in fields_of(request.__pydantic_core_schema__) if node.get("type") == "list"]
         assert lists and all(node.get("fail_fast") for node in lists), request
     bad = [
-        (schemas.CompletionRequest, {"model": NAME, "prompt": [-1] * 1000}), (schemas.CompletionRequest, {"model": NAME, "prompt": [[-1] * 1000] * 100}),
+        (schemas.CompletionRequest, {"model": NAME, "prompt": [-1] * 1000}),
+        (schemas.CompletionRequest, {"model": NAME, "prompt": [[-1] * 1000] * 100}),
         (schemas.DetokenizeRequest, {"tokens": [{}] * 1000}), (schemas.ChatRequest, {"model": NAME, "messages": [{}] * 1000}),
         (schemas.ChatRequest, {"model": NAME, "messages": [{"role": "user", "content": [{}] * 1000}]}),
     ]  # fmt: skip
@@ -208,3 +209,25 @@ def test_an_object_of_very_many_keys_is_refused(url):
     for body in ({"model": NAME, "prompt": "a", **many}, {"model": NAME, "prompt": "a", "logit_bias": many}, {"model": NAME, "prompt": [many]}):
         answer = ask(url, TEXT, body)
         assert is_error(answer, 400) and "1024 keys" in answer.json["error"]["message"]
+
+
+UNREAD = [
+    "GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\nx",
+    "GET /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n",
+    f"POST {TEXT} HTTP/1.1\r\nhost: evil.example\r\ncontent-length: 100\r\n\r\n",
+    f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999999\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("head", UNREAD)
+def test_an_answer_before_the_body_was_read_ends_the_connection(url, head):
+    answer = raw(url, head.encode())  # reads to the connection's end
+    assert answer.startswith(b"HTTP/1.1 ") and answer.lower().count(b"connection: close") == 1
+
+
+def test_an_answer_after_the_body_was_read_keeps_the_connection(url):
+    for request in (head_of(TEXT, b"{}"), b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"):
+        with raw(url, request, keep=True) as connection:
+            assert b"connection: close" not in connection.recv(65536).lower()
+            connection.sendall(request)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 ")

@@ -20,6 +20,35 @@ def error_response(error: ServeError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers())
 
 
+class CloseUnread:
+    """Ends a connection after an answer that was given before the request's body was read: its rest has no timer, so it could come for ever."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app and watch what it reads."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
+
+        async def read() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and unread:
+                given = [header for header in message.get("headers", ()) if header[0] != b"connection"]
+                message["headers"] = [*given, (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, read, answer)
+
+
 class BodyLimit:
     """Limits heads to 32 KiB. Reads the body before the app runs: no more than `max_bytes` of it, and within `seconds`."""
 
@@ -72,7 +101,7 @@ class BodyLimit:
     @staticmethod
     async def _refuse(error: ServeError, scope: Scope, receive: Receive, send: Send) -> None:
         response = error_response(error)
-        response.headers["connection"] = "close"  # the rest of the body is not read
+        response.headers["connection"] = "close"  # a client that sends too much, or too slowly, is done
         await response(scope, receive, send)
 
 
