@@ -195,3 +195,10 @@ def test_a_server_that_cannot_listen_leaves_the_pool_file(tmp_path):
         process.terminate()
         assert process.wait(30) == 0
     assert path.exists()
+
+
+def test_more_prompts_than_can_wait_are_a_fault_of_the_request(url):
+    fields = {"model": NAME, "max_tokens": 1}
+    answer = ask(url, TEXT, {**fields, "prompt": ["a"] * 17})
+    assert is_error(answer, 400, "prompt", "too_many_prompts") and "16" in answer.json["error"]["message"]
+    assert ask(url, TEXT, {**fields, "prompt": ["a"] * 16}).status == 200
