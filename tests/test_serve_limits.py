@@ -231,3 +231,24 @@ def test_an_answer_after_the_body_was_read_keeps_the_connection(url):
             assert b"connection: close" not in connection.recv(65536).lower()
             connection.sendall(request)
             assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+
+
+def test_no_redirect_leads_to_the_host_that_a_request_names():
+    with server_here() as (url, _):
+        for path in ("/health/", "/v1/models/", "/v1/prefixes/"):
+            answer = raw(url, f"GET {path} HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n".encode())
+            assert b" 404 " in answer.partition(b"\r\n")[0] and b"location" not in answer.lower()
+
+
+def test_every_loopback_address_is_this_machines_own(url):
+    port = url.rpartition(":")[2]
+    for host in ("127.0.0.1", f"127.0.0.2:{port}", "localhost", f"LOCALHOST:{port}", "[::1]", f"[::1]:{port}"):
+        assert ask(url, "/health", headers={"host": host}).status == 200, host
+    for host in ("", "[", "[]", "128.0.0.1", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0", f"192.168.0.1:{port}", "::1"):
+        answer = raw(url, f"GET /health HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+        assert answer.startswith((b"HTTP/1.1 403", b"HTTP/1.1 400")), (host, answer)
+
+
+def test_health_answers_head(url):
+    answer = ask(url, "/health", method="HEAD")
+    assert answer.status == 200 and answer.body == b""

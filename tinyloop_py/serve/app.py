@@ -32,7 +32,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     from .. import __version__
 
-    app = FastAPI(title="tinyloop", version=__version__, lifespan=life, docs_url=None, redoc_url=None)  # their pages load scripts from elsewhere
+    # Pages of documentation load scripts from elsewhere, and a redirect leads to whatever host the request names
+    app = FastAPI(title="tinyloop", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     for routes in (routes_openai, routes_prefixes, routes_tokens, routes_status):
         app.include_router(routes.router)

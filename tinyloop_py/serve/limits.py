@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ServeError
+from .loopback import is_loopback
 
 MAX_HEAD_BYTES = 32 << 10
-OWN_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 def error_response(error: ServeError) -> JSONResponse:
@@ -117,7 +117,7 @@ class OwnHost:
             headers: dict[bytes, Any] = dict(scope["headers"])
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host[: host.rfind(":")] if ":" in host and not host.endswith("]") else host
-            if name not in OWN_HOSTS:
+            if not is_loopback(name):
                 text = f"This server has no API keys and answers to localhost alone, not to {name[:80]!r}; start it with --keys, or with --no-auth."
                 await error_response(ServeError(403, text, code="wrong_host"))(scope, receive, send)
                 return
