@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -13,6 +14,7 @@ from .errors import ServeError
 from .loopback import is_loopback
 
 MAX_HEAD_BYTES = 32 << 10
+LINGER_SECONDS = 0.5
 
 
 def error_response(error: ServeError) -> JSONResponse:
@@ -40,8 +42,16 @@ class CloseUnread:
             unread = unread and message.get("more_body", False)
             return message
 
+        async def drop() -> None:
+            while unread:
+                if (await read())["type"] != "http.request":
+                    return
+
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start" and unread:
+                if b"expect" not in headers:  # closed while the body still comes, the answer might be lost on its way
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(drop(), LINGER_SECONDS)
                 given = [header for header in message.get("headers", ()) if header[0] != b"connection"]
                 message["headers"] = [*given, (b"connection", b"close")]
             await send(message)
