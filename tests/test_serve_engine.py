@@ -97,6 +97,7 @@ def test_an_engines_pool_is_saved_and_loaded(tmp_path):
         service = Service(settings)
         service.begin_loading()
         await service.loaded()
+        service.listened = True
         try:
             return await work(service)
         finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import threading
 
 import pytest
 from engine_runs import GREEDY, ask, plain, prompt, run
@@ -160,3 +161,40 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(model):
                 await stream.collect()
 
     asyncio.run(main())
+
+
+def test_a_stuck_worker_fails_all_that_wait_and_serves_again_when_it_comes_back(model, monkeypatch):
+    from tinyloop_py.serve import runner
+
+    real, stuck, gate = runner.step_generations, threading.Event(), threading.Event()
+
+    def sticking(generations, rows):
+        stuck.set()
+        gate.wait(60)
+        return real(generations, rows)
+
+    async def main():
+        pool = tl.PrefixPool(4)
+        async with Engine(model, pool, max_running=1, stall_seconds=0.3) as engine:
+            await engine.submit(ask(5, 3)).collect()
+            monkeypatch.setattr(runner, "step_generations", sticking)
+            running, queued = engine.submit(ask(5, 400)), engine.submit(ask(5, 400))
+            build = asyncio.ensure_future(engine.register("t", None, prompt(400)))
+            try:
+                for work in (running.collect(), queued.collect(), build):
+                    with pytest.raises(ServeError, match="stuck") as raised:
+                        await asyncio.wait_for(work, 20)
+                    assert raised.value.status == 503
+                assert stuck.is_set() and not engine.alive and engine.n_waiting == 0
+                with pytest.raises(ServeError, match="stuck"):
+                    await engine.discard(None, prompt(400), 2)
+            finally:
+                gate.set()
+            while not engine.alive or engine.n_running or len(engine._prefixes):
+                await asyncio.sleep(0.01)
+            [output] = await engine.submit(ask(5, 3)).collect()
+            assert output.tokens == plain(model, ask(5, 3)) and not engine.failed
+        pool.clear()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert model.kv_nbytes == 0

@@ -1,15 +1,18 @@
 """The server over HTTP, in a process of its own: what it answers is what the library generates, in the shapes of the API."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
-from serving import NAME, SYSTEM, ask, chat, is_error, loads, server_process, tiny_model
+from serving import NAME, SYSTEM, ask, chat, is_error, loads, server_here, server_process, tiny_model
 
 import tinyloop_py as tl
 
@@ -163,3 +166,39 @@ def test_curl_gets_answers_and_streams(url):
     command = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "--data-binary", "x", url + TEXT]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stdout == "415"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_pool_file_that_is_refused_is_not_written_over(tmp_path, damaged):
+    path = tmp_path / "file"
+    if damaged:
+        with server_here(pool_file=str(path)) as (url, _):
+            assert ask(url, "/v1/prefixes", {"tokens": [5, 6, 7]}).status == 200
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.write_text("a diary")
+    before = path.read_bytes()
+    with server_process("--pool-file", str(path)) as (url, process):
+        assert ask(url, "/v1/prefixes", {"tokens": [8, 9]}).status == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    assert path.read_bytes() == before and "stays as it is" in process.log.read_text()
+
+
+def test_a_server_that_cannot_listen_leaves_the_pool_file(tmp_path):
+    path = tmp_path / "pool"
+    with server_process("--pool-file", str(path)) as (url, process):
+        port = url.rpartition(":")[2]
+        command = [sys.executable, "-m", "tinyloop_py.cli", "serve", str(tiny_model()), "--port", port, "--device", "cpu", "--pool-file", str(path)]
+        second = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(Path(tl.__file__).parent.parent)})
+        assert second.returncode != 0 and not path.exists()
+        process.terminate()
+        assert process.wait(30) == 0
+    assert path.exists()
+
+
+def test_more_prompts_than_can_wait_are_a_fault_of_the_request(url):
+    fields = {"model": NAME, "max_tokens": 1}
+    answer = ask(url, TEXT, {**fields, "prompt": ["a"] * 17})
+    assert is_error(answer, 400, "prompt", "too_many_prompts") and "16" in answer.json["error"]["message"]
+    assert ask(url, TEXT, {**fields, "prompt": ["a"] * 16}).status == 200

@@ -170,3 +170,85 @@ def test_a_model_that_cannot_be_loaded_is_reported():
     with server_here(model=path, wait=False) as (url, _):
         wait_until(lambda: ask(url, "/health").json["status"] == "dead", "the failure is known")
         assert "cannot be loaded" in ask(url, "/health").json["detail"] and is_error(ask(url, TEXT, {"model": "broken", "prompt": "a"}), 503)
+
+
+def fields_of(node):
+    """All nodes of a pydantic-core schema."""
+    if isinstance(node, dict):
+        yield node
+        for inner in node.values():
+            yield from fields_of(inner)
+    elif isinstance(node, (list, tuple)):
+        for inner in node:
+            yield from fields_of(inner)
+
+
+def test_a_list_of_bad_elements_costs_one_error():
+    from pydantic import ValidationError
+
+    from tinyloop_py.serve import schemas
+
+    requests = (schemas.ChatRequest, schemas.CompletionRequest, schemas.PrefixRequest, schemas.TokenizeRequest, schemas.DetokenizeRequest)
+    for request in requests:
+        lists = [node for node in fields_of(request.__pydantic_core_schema__) if node.get("type") == "list"]
+        assert lists and all(node.get("fail_fast") for node in lists), request
+    bad = [
+        (schemas.CompletionRequest, {"model": NAME, "prompt": [-1] * 1000}),
+        (schemas.CompletionRequest, {"model": NAME, "prompt": [[-1] * 1000] * 100}),
+        (schemas.DetokenizeRequest, {"tokens": [{}] * 1000}), (schemas.ChatRequest, {"model": NAME, "messages": [{}] * 1000}),
+        (schemas.ChatRequest, {"model": NAME, "messages": [{"role": "user", "content": [{}] * 1000}]}),
+    ]  # fmt: skip
+    for request, fields in bad:
+        with pytest.raises(ValidationError) as raised:
+            request.model_validate(fields)
+        assert raised.value.error_count() < 10, fields
+
+
+def test_an_object_of_very_many_keys_is_refused(url):
+    many = {f"k{i}": 1 for i in range(1025)}
+    for body in ({"model": NAME, "prompt": "a", **many}, {"model": NAME, "prompt": "a", "logit_bias": many}, {"model": NAME, "prompt": [many]}):
+        answer = ask(url, TEXT, body)
+        assert is_error(answer, 400) and "1024 keys" in answer.json["error"]["message"]
+
+
+UNREAD = [
+    "GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\nx",
+    "GET /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n",
+    f"POST {TEXT} HTTP/1.1\r\nhost: evil.example\r\ncontent-length: 100\r\n\r\n",
+    f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999999\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("head", UNREAD)
+def test_an_answer_before_the_body_was_read_ends_the_connection(url, head):
+    answer = raw(url, head.encode())  # reads to the connection's end
+    assert answer.startswith(b"HTTP/1.1 ") and answer.lower().count(b"connection: close") == 1
+
+
+def test_an_answer_after_the_body_was_read_keeps_the_connection(url):
+    for request in (head_of(TEXT, b"{}"), b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"):
+        with raw(url, request, keep=True) as connection:
+            assert b"connection: close" not in connection.recv(65536).lower()
+            connection.sendall(request)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+
+
+def test_no_redirect_leads_to_the_host_that_a_request_names():
+    with server_here() as (url, _):
+        for path in ("/health/", "/v1/models/", "/v1/prefixes/"):
+            answer = raw(url, f"GET {path} HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n".encode())
+            assert b" 404 " in answer.partition(b"\r\n")[0] and b"location" not in answer.lower()
+
+
+def test_every_loopback_address_is_this_machines_own(url):
+    port = url.rpartition(":")[2]
+    for host in ("127.0.0.1", f"127.0.0.2:{port}", "localhost", f"LOCALHOST:{port}", "[::1]", f"[::1]:{port}"):
+        assert ask(url, "/health", headers={"host": host}).status == 200, host
+    for host in ("", "[", "[]", "128.0.0.1", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0", f"192.168.0.1:{port}", "::1"):
+        answer = raw(url, f"GET /health HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+        assert answer.startswith((b"HTTP/1.1 403", b"HTTP/1.1 400")), (host, answer)
+
+
+def test_health_answers_head(url):
+    answer = ask(url, "/health", method="HEAD")
+    assert answer.status == 200 and answer.body == b""

@@ -1,6 +1,7 @@
 """Tenants: nobody hits, sees or drops what is another's, on any route; limits are each one's own."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,7 +23,7 @@ def keys():
     settings = {
         "a": {"max_pinned_tokens": 100}, "b": {}, "a2": {}, "ops": {"operator": True}, "slow": {"requests_per_minute": 2},
         "spent": {"tokens_per_minute": 20},
-        "one": {"max_requests": 1},
+        "one": {"max_requests": 1}, "pins": {"max_pinned_tokens": 400},
     }  # fmt: skip
     return {name: add_key(path, name, limits) for name, limits in settings.items()}
 
@@ -124,12 +125,24 @@ def test_pinned_tokens_have_a_limit(url, keys):
     assert pin(40, 12).status == 200 and ask(url, "/v1/prefixes", {"tokens": list(range(10, 200)), "pin": True}, key=keys["b"]).status == 200
 
 
+def test_pins_built_at_the_same_time_count_together(url, keys):
+    def pin(first):
+        return ask(url, "/v1/prefixes", {"tokens": [first] * 300, "pin": True, "loops": 4}, key=keys["pins"]).status
+
+    with ThreadPoolExecutor(6) as threads:
+        statuses = list(threads.map(pin, range(10, 16)))
+        assert sorted(statuses) == [200] + [403] * 5
+        assert set(threads.map(pin, [10 + statuses.index(200)] * 4)) == {200}  # the same one, however often, is one
+    listed = ask(url, "/v1/prefixes", key=keys["pins"]).json["data"]
+    assert sum(item["n_tokens"] for item in listed if item["pinned"]) == 300
+
+
 def test_rates_and_open_requests_have_limits(url, keys):
     assert [chat(url, key=keys["slow"]).status for _ in range(3)] == [200, 200, 429]
     spent = [chat(url, key=keys["spent"], max_tokens=30) for _ in range(2)]
     assert [answer.status for answer in spent] == [200, 429] and int(spent[1].headers["retry-after"]) >= 1
     answer = ask(url, "/v1/completions", {"model": NAME, "prompt": ["a", "b"], "max_tokens": 1}, key=keys["one"])
-    assert answer.status == 429 and answer.json["error"]["code"] == "too_many_requests"
+    assert answer.status == 400 and answer.json["error"]["code"] == "too_many_prompts"  # it could never run, so it is not told to try again
     assert chat(url, key=keys["one"]).status == 200 and chat(url, key=keys["b"]).status == 200
     assert chat(url, key=keys["one"], n=99).status == 400 and chat(url, key=keys["one"]).status == 200  # a refused one is not left open
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import os
 import sys
@@ -87,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
     try:
         from ..serve.access import write_logs_to_stderr
+        from ..serve.loopback import is_loopback
         from ..serve.server import make_server
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "tinyloop_py":
@@ -107,13 +107,3 @@ def run(args: argparse.Namespace) -> int:
     server.startup = startup  # type: ignore[method-assign]
     server.run()
     return 0 if server.started else 1
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

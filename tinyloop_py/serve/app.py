@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from . import routes_openai, routes_prefixes, routes_status, routes_tokens
 from .access import RequestLog
 from .errors import ServeError, bad_request
-from .limits import BodyLimit, OwnHost, error_response
+from .limits import BodyLimit, CloseUnread, OwnHost, error_response
 from .service import Service
 from .settings import Settings
 
@@ -32,7 +32,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     from .. import __version__
 
-    app = FastAPI(title="tinyloop", version=__version__, lifespan=life, docs_url=None, redoc_url=None)  # their pages load scripts from elsewhere
+    # Pages of documentation load scripts from elsewhere, and a redirect leads to whatever host the request names
+    app = FastAPI(title="tinyloop", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     for routes in (routes_openai, routes_prefixes, routes_tokens, routes_status):
         app.include_router(routes.router)
@@ -44,6 +45,7 @@ def create_app(settings: Settings) -> FastAPI:
     if settings.check_host:
         app.add_middleware(OwnHost)
     app.add_middleware(RequestLog, service=service)
+    app.add_middleware(CloseUnread)
     return app
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..pool import PrefixPool
 
 logger = logging.getLogger("tinyloop.serve")
+STUCK = "the worker that runs the model is stuck"
 
 
 class Engine:
@@ -99,7 +100,7 @@ class Engine:
         if self._loop_task is not None:
             await asyncio.wait((self._loop_task,), timeout=self.stall_seconds)
             if not self._loop_task.done():  # a turn that never ends: its thread is left behind
-                self._failure = "the worker that runs the model is stuck"
+                self._failure = STUCK
                 self._loop_task.cancel()
                 return
         if self._worker is not None:
@@ -136,7 +137,7 @@ class Engine:
         if not self._worker.alive or self._loop_task is None or self._loop_task.done():
             return "the worker that runs the model has died"
         if self._worker.busy_seconds() > self.stall_seconds:
-            return "the worker that runs the model is stuck"
+            return STUCK
         return None
 
     @property
@@ -212,6 +213,8 @@ class Engine:
         """Take a prefix out of the pool; whether it was there."""
         if self.pool is None:
             return False
+        if (problem := self.problem) is not None:  # a turn that never ends holds the lock
+            raise engine_down(problem)
         async with self.lock:
             found = self.pool.discard(self.model, tokens, loops, window, namespace=namespace)
             if self.auto is not None:
@@ -232,7 +235,7 @@ class Engine:
             begin = time.perf_counter()
             try:
                 async with self.lock:
-                    result = await self._worker.call(partial(self._runner.turn, admitted, tasks))
+                    result = await self._watched(partial(self._runner.turn, admitted, tasks))
             except WorkerDied as error:
                 self._die(str(error), tasks)
                 return
@@ -243,6 +246,22 @@ class Engine:
             self._settle(result)
             self.on_turn(time.perf_counter() - begin, result.n_rows)
             del result, admitted, tasks  # while nothing is to do, nothing is held
+
+    async def _watched(self, turn: Callable[[], TurnResult]) -> TurnResult:
+        """A turn's result; if it takes too long, all that wait are told, and what it gives in the end is theirs no more."""
+        assert self._worker is not None
+        call = asyncio.ensure_future(self._worker.call(turn))
+        try:
+            await asyncio.wait((call,), timeout=self.stall_seconds)
+            if not call.done():
+                logger.critical("a turn takes more than %g s", self.stall_seconds)
+                error = engine_down(STUCK)
+                self._fail_all(error)
+                self._prefixes.abandon(error)
+            result: TurnResult = await call
+            return result
+        finally:
+            call.cancel()
 
     def _admit(self) -> list[Job]:
         """Takes from the queue what fits beside those at work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import Any
 
@@ -10,14 +11,52 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ServeError
+from .loopback import is_loopback
 
 MAX_HEAD_BYTES = 32 << 10
-OWN_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+LINGER_SECONDS = 0.5
 
 
 def error_response(error: ServeError) -> JSONResponse:
     """A ServeError as it is sent."""
     return JSONResponse(error.body(), error.status, error.headers())
+
+
+class CloseUnread:
+    """Ends a connection after an answer that was given before the request's body was read: its rest has no timer, so it could come for ever."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app and watch what it reads."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
+
+        async def read() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
+
+        async def drop() -> None:
+            while unread:
+                if (await read())["type"] != "http.request":
+                    return
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and unread:
+                if b"expect" not in headers:  # closed while the body still comes, the answer might be lost on its way
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(drop(), LINGER_SECONDS)
+                given = [header for header in message.get("headers", ()) if header[0] != b"connection"]
+                message["headers"] = [*given, (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, read, answer)
 
 
 class BodyLimit:
@@ -72,7 +111,7 @@ class BodyLimit:
     @staticmethod
     async def _refuse(error: ServeError, scope: Scope, receive: Receive, send: Send) -> None:
         response = error_response(error)
-        response.headers["connection"] = "close"  # the rest of the body is not read
+        response.headers["connection"] = "close"  # a client that sends too much, or too slowly, is done
         await response(scope, receive, send)
 
 
@@ -88,7 +127,7 @@ class OwnHost:
             headers: dict[bytes, Any] = dict(scope["headers"])
             host = headers.get(b"host", b"").decode("latin-1").lower()
             name = host[: host.rfind(":")] if ":" in host and not host.endswith("]") else host
-            if name not in OWN_HOSTS:
+            if not is_loopback(name):
                 text = f"This server has no API keys and answers to localhost alone, not to {name[:80]!r}; start it with --keys, or with --no-auth."
                 await error_response(ServeError(403, text, code="wrong_host"))(scope, receive, send)
                 return

@@ -19,16 +19,16 @@ class PrefixTasks:
 
     def __init__(self) -> None:
         self._new: list[PrefixTask] = []
-        self._n = 0
+        self._open: set[PrefixTask] = set()
         self.keeping: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return self._n
+        return len(self._open)
 
     def add(self, task: PrefixTask) -> None:
         """Have the next turn begin it."""
         self._new.append(task)
-        self._n += 1
+        self._open.add(task)
         if task.automatic:
             self.keeping[task.tenant] = self.keeping.get(task.tenant, 0) + 1
 
@@ -39,7 +39,9 @@ class PrefixTasks:
 
     def end(self, task: PrefixTask) -> None:
         """It is in the pool, or has failed: whoever waits is told."""
-        self._n -= 1
+        self._open.discard(task)
+        if task.error is not None or task.cancelled:  # the error's traceback holds the task, which must not hold KV
+            task.build = task.base = None
         if task.automatic:
             self.keeping[task.tenant] -= 1
             if not self.keeping[task.tenant]:
@@ -55,3 +57,10 @@ class PrefixTasks:
         for task in {id(task): task for task in tasks}.values():
             task.error = error
             self.end(task)
+
+    def abandon(self, error: ServeError) -> None:
+        """Tell those who wait that it will not be; the worker drops the tasks when it comes back."""
+        for task in self._open:
+            if task.done is not None and not task.done.done():
+                task.done.set_exception(error)
+                task.cancelled = True

@@ -57,6 +57,7 @@ async def completions(body: CompletionRequest, request: Request, service: Curren
     if body.echo and body.logprobs is not None:
         raise bad_request("Log-probabilities of the prompt are not supported: set echo or logprobs, not both.", "echo", "unsupported_parameter")
     prompts = split_prompts(body.prompt)
+    check_count(len(prompts), service, tenant)
     encoded = [prompt if isinstance(prompt, list) else await service.encode_text(prompt) for prompt in prompts]
     shared = common(body, service, tenant)
     asked = [
@@ -170,6 +171,16 @@ def split_prompts(prompt: Any) -> list[Any]:
     if not prompt:
         raise bad_request("The prompt is empty; give at least one token.", "prompt")
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
+
+
+def check_count(n_prompts: int, service: Service, tenant: Tenant) -> None:
+    """Refuse more prompts than can wait at a time: trying again would never help."""
+    limit, own = service.settings.max_queued, tenant.limits.max_requests
+    most = limit if own is None else min(limit, own)
+    if n_prompts > most:
+        raise bad_request(
+            f"{n_prompts} prompts are more than the {most} that one request may have here; send them in several.", "prompt", "too_many_prompts"
+        )
 
 
 def next_turn(service: Service, messages: Sequence[ChatMessage]) -> Any:

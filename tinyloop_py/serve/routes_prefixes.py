@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -73,12 +75,11 @@ async def register_prefix(body: PrefixRequest, request: Request, service: Curren
     tokens = await tokens_of(body, service)
     loops = model.config.default_loops if body.loops is None else body.loops
     namespace = tenant.namespace(body.namespace)
-    if body.pin:
-        check_pins(service, tenant, tokens, loops, namespace)
     tenant.begin(1)
     n_used = 0
     try:
-        n_cached = await unless_gone(request, engine.register(tenant.name, namespace, tokens, loops, pin=body.pin))
+        with reserved_pin(service, tenant, tokens, loops, namespace) if body.pin else contextlib.nullcontext():
+            n_cached = await unless_gone(request, engine.register(tenant.name, namespace, tokens, loops, pin=body.pin))
         n_used = len(tokens)
     except ClientGone:
         raise ServeError(499, "The client has left.") from None
@@ -136,15 +137,24 @@ async def tokens_of(body: PrefixRequest, service: Service) -> list[int]:
     return await service.encode_chat(body.messages, reply=False)
 
 
-def check_pins(service: Service, tenant: Tenant, tokens: list[int], loops: int, namespace: str) -> None:
-    """Raise ServeError(403) where a pin would take more than the tenant may pin."""
+@contextlib.contextmanager
+def reserved_pin(service: Service, tenant: Tenant, tokens: list[int], loops: int, namespace: str) -> Iterator[None]:
+    """Count a pin while it is built, or raise ServeError(403) where it would take more than the tenant may pin."""
     limit = tenant.limits.max_pinned_tokens
     if limit is None:
+        yield
         return
-    pinned = [entry for entry in own_entries(service, tenant) if entry.pinned]
-    if any(e.namespace == namespace and e.loops == loops and e.n_tokens == len(tokens) and list(e.tokens) == tokens for e in pinned):
-        return
-    n = sum(entry.n_tokens for entry in pinned)
-    if n + len(tokens) > limit:
+    key = (namespace, loops, tuple(tokens))
+    pins = {(entry.namespace, entry.loops, tuple(entry.tokens.tolist())) for entry in own_entries(service, tenant) if entry.pinned}
+    pins.update(tenant.pinning)
+    n = sum(len(held) for _, _, held in pins)
+    if key not in pins and n + len(tokens) > limit:
         text = f"You may pin {limit} tokens: {n} are pinned, and these are {len(tokens)}. Delete a pinned prefix, or register this one without a pin."
         raise ServeError(403, text, code="pinned_tokens_exceeded", param="pin")
+    tenant.pinning[key] += 1
+    try:
+        yield
+    finally:
+        tenant.pinning[key] -= 1
+        if not tenant.pinning[key]:
+            del tenant.pinning[key]

@@ -26,6 +26,7 @@ class Health(BaseModel):
     detail: str
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
 async def health(service: CurrentService) -> JSONResponse:
     """200 where requests are answered; 503 while the model loads, when the worker is dead or stuck, and before the end."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+T = TypeVar("T")
+ListOf = Annotated[
+    list[T], Field(fail_fast=True)
+]  # the first fault ends it: a small body of bad elements would otherwise cost seconds and a gigabyte
 INT32 = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=INT32)]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
-TokenIds = Annotated[list[TokenId], Field(max_length=1 << 20)]
+TokenIds = Annotated[ListOf[TokenId], Field(max_length=1 << 20)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Namespace = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._:-]*$")]
-Prompts = Annotated[list[str], Field(min_length=1, max_length=128)] | Annotated[list[TokenIds], Field(min_length=1, max_length=128)]
+Prompts = Annotated[ListOf[str], Field(min_length=1, max_length=128)] | Annotated[ListOf[TokenIds], Field(min_length=1, max_length=128)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -34,11 +38,11 @@ class ChatMessage(Strict):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: ListOf[dict[str, Any]] | None = None
     reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -65,7 +69,7 @@ class Sampled(Strict):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Fraction | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[ListOf[StopString], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]], Field(max_length=1024)] | None = None
     stream: bool | None = None
@@ -78,7 +82,7 @@ class Sampled(Strict):
     top_k: Count | None = None
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[ListOf[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     namespace: Annotated[Namespace | None, Field(validation_alias=AliasChoices("namespace", "cache_salt"))] = None
 
@@ -92,7 +96,7 @@ class ChatRequest(Sampled):
         "prediction": (None,), "web_search_options": (None,),
     }  # fmt: skip
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -106,12 +110,12 @@ class ChatRequest(Sampled):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     # Refused where they ask for something
-    tools: list[Any] | None = None
+    tools: ListOf[Any] | None = None
     tool_choice: Any = None
-    functions: list[Any] | None = None
+    functions: ListOf[Any] | None = None
     function_call: Any = None
     response_format: Any = None
-    modalities: list[str] | None = None
+    modalities: ListOf[str] | None = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
@@ -133,7 +137,7 @@ class PrefixRequest(Strict):
     """POST /v1/prefixes: exactly one of text, messages and tokens."""
 
     text: Annotated[str, Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
     tokens: Annotated[TokenIds, Field(min_length=1)] | None = None
     loops: Annotated[int, Field(ge=1, le=INT32)] | None = None
     pin: bool = False
@@ -145,7 +149,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     text: str | None = Field(default=None, validation_alias=AliasChoices("text", "prompt", "content"))
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

@@ -23,6 +23,11 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._grace = grace
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Load, and listen."""
+        await super().startup(sockets)
+        self._service.listened = self.started
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop taking in, drain, close."""
         engine = self._service.engine

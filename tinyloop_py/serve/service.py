@@ -45,6 +45,8 @@ class Service:
         self._chat_problem = "this model file has no tokenizer"
         self._loading: asyncio.Task[None] | None = None
         self._load_error: str | None = None
+        self._pool_file_refused = False
+        self.listened = False  # set by the server; one that could not listen may share its pool file with the one that does
 
     # ---- life
 
@@ -95,7 +97,7 @@ class Service:
         self._chat = ChatFormat(model.chat_template, tokenizer, model.stop_ids)
 
     def _load_pool(self, model: Model, path: str) -> None:
-        """A pool file that does not fit is a warning: a cold start, not none."""
+        """A pool file that does not fit is a warning: a cold start, not none. It may be another's, so it is not written over."""
         try:
             loader: Any = model  # a build without load_pool says so below
             saved = loader.load_pool(path)
@@ -104,7 +106,9 @@ class Service:
                 self.pool._insert(key, entry.tokens, saved._get(key, entry.tokens).payload, entry.pinned)
             model._pools.add(self.pool)
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
-            logger.warning("the pool file is not used: %s", error)
+            self._pool_file_refused = True
+            text = "the pool file is not used, and stays as it is: this run's pool is not saved; move the file away, or name another (%s)"
+            logger.warning(text, error)
 
     async def close(self) -> None:
         """End the engine, save the pool and close the model."""
@@ -116,7 +120,7 @@ class Service:
             await self.engine.close()
             if self.engine.failed:  # the model may be in the middle of a step
                 return
-            if self.settings.pool_file and healthy:
+            if self.settings.pool_file and healthy and self.listened and not self._pool_file_refused:
                 await asyncio.to_thread(self._save_pool, self.settings.pool_file)
         if self.model is not None:
             await asyncio.to_thread(self.model.close)

@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from .errors import ServeError, bad_request
 
 MAX_DEPTH = 64
+MAX_KEYS = 1024  # of one object: an error is made for each key that is not known
 
 
 class StrictRequest(Request):
@@ -75,6 +76,8 @@ def _no_constant(name: str) -> None:
 def _depth_exceeds(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
+        if any(len(inner) > MAX_KEYS for inner in level if isinstance(inner, dict)):
+            raise bad_request(f"The JSON has an object with more than {MAX_KEYS} keys.")
         level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in (outer.values() if isinstance(outer, dict) else outer)]
         level = [inner for inner in level if isinstance(inner, (dict, list))]
         if not level:

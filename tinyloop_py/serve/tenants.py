@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Tenant:
     limits: TenantLimits = field(default_factory=TenantLimits)
     operator: bool = False  # may read /metrics, which tells of all tenants
     n_open: int = 0
+    pinning: Counter[tuple[str | None, int, tuple[int, ...]]] = field(default_factory=Counter)  # pins that are being built: namespace, loops, tokens
     requests: Allowance | None = None
     tokens: Allowance | None = None
 
