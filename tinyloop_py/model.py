@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from .atomic_file import PathLike
 from .batching import Batching
 from .beam_searching import BeamSearching
 from .caching import PrefixCaching
@@ -14,6 +13,9 @@ from .pooling import Pooling
 from .restoring import Restoring
 from .resuming import Resuming
 from .streaming import Streaming
+
+if TYPE_CHECKING:
+    from .atomic_file import PathLike
 
 
 class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCaching, Resuming, Restoring, LoadedModel):
