@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def keep(name: str, record: dict[str, Any]) -> Path:
-    """Writes a record with date, commit, machine and command into bench/results/."""
+    """Writes a record with date, commit, machine and command into bench/results/; files by their names, without folders."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     head = {
@@ -88,5 +89,6 @@ def keep(name: str, record: dict[str, Any]) -> Path:
         "python": platform.python_version(),
         "command": " ".join(["python", *sys.argv]),
     }
-    path.write_text(json.dumps({**head, **record}, indent=1) + "\n")
+    text = json.dumps({**head, **record}, indent=1, default=str)
+    path.write_text(re.sub(r"(?<![\w.])/[^\s\"']*/([^\s\"'/]+)", r"\1", text) + "\n")
     return path
