@@ -100,13 +100,15 @@ void ThreadPool::adapt(int64_t end_ns, int64_t begin_ns) {
 }
 
 void ThreadPool::barrier(int thread) {
-  const uint32_t count = ++local_[thread].barrier;
+  const uint64_t count = ++local_[thread].barrier;
   const int n = n_active_, n_rounds = rounds_of(n_threads_);
   for (int round = 0; 1 << round < n; round++) {
-    flags_[(thread + (1 << round)) % n * n_rounds + round].barrier.store(count, std::memory_order_release);
-    const std::atomic<uint32_t> &mine = flags_[thread * n_rounds + round].barrier;
+    // A flag has one writer for ever: with another number of threads the next job has other partners, and a thread that is
+    // late in this barrier must not set back what one of them wrote there.
+    flags_[thread * n_rounds + round].barrier.store(count, std::memory_order_release);
+    const std::atomic<uint64_t> &theirs = flags_[(thread + n - (1 << round)) % n * n_rounds + round].barrier;
     int64_t late_from = 0;
-    for (int spins = 0; (int32_t)(mine.load(std::memory_order_acquire) - count) < 0; spins++) {
+    for (int spins = 0; theirs.load(std::memory_order_acquire) < count; spins++) {
       if (spins < kSpinsBeforeYield) {
         pause();
         continue;
@@ -130,7 +132,7 @@ int ThreadPool::take(int owner, uint32_t round) {
 // Waits for a job that this worker has a part in; false at the end. One that has none stays asleep, or falls asleep.
 bool ThreadPool::wait_for_job(int thread, uint64_t &seen) {
   const auto is_called = [&] {
-    const uint64_t epoch = epoch_.load(std::memory_order_acquire);
+    const uint64_t epoch = epoch_.load();  // in one order with the count of sleepers
     if (epoch == seen) return false;
     seen = epoch;
     return (int)(epoch & 0xffff) > thread;

@@ -59,7 +59,8 @@ class ThreadPool {
 
  private:
   struct alignas(64) Local {  // a thread's own counts of barriers and of shared-out phases
-    uint32_t barrier = 0, share = 0;
+    uint64_t barrier = 0;  // never wraps: a thread may sit out for days
+    uint32_t share = 0;
   };
   void end_workers();
   void work(int thread);
@@ -69,7 +70,7 @@ class ThreadPool {
   int take(int owner, uint32_t round);
 
   struct alignas(64) Flag {
-    std::atomic<uint32_t> barrier{0};
+    std::atomic<uint64_t> barrier{0};
   };
   struct alignas(64) Taken {  // (phase, units begun in it) of a thread's range
     std::atomic<uint64_t> phase_and_units{0};
@@ -80,7 +81,8 @@ class ThreadPool {
   int n_active_;  // threads of the job
   Job job_ = nullptr;
   void *arg_ = nullptr;
-  uint32_t base_barrier_ = 0, base_share_ = 0;  // the counts that a worker begins with: it may have sat out the last jobs
+  uint64_t base_barrier_ = 0;  // and base_share_: the counts that a worker begins with: it may have sat out the last jobs
+  uint32_t base_share_ = 0;
   bool stop_ = false;
   // The caller's own.
   alignas(64) int64_t late_ns_ = 0;  // of the job: how long the caller waited for threads that had no core
@@ -89,7 +91,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint64_t> epoch_{0};  // (jobs so far << 16) | threads of this one
   alignas(64) std::atomic<int> sleepers_{0};
   std::vector<Local> local_;
-  std::vector<Flag> flags_;  // (thread, round)
+  std::vector<Flag> flags_;  // (thread that writes, round)
   std::vector<Taken> taken_;
   std::mutex mutex_;
   std::condition_variable wake_;

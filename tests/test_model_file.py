@@ -627,9 +627,12 @@ def test_unknown_metadata_and_white_space_are_harmless(plain):
     del header["__metadata__"][HEADER_CRC32]
     header["__metadata__"]["note"] = "made elsewhere"
     text = json.dumps(header, indent=1)
+    with open_model_file(plain) as before:
+        want = {name: before.tensor(name).to_float32().copy() for name in header if name != "__metadata__"}
     assemble(plain, (text + " " * (-len(text) % 8)).encode(), data)
     with open_model_file(plain) as file:
         file.verify()
+        assert all(np.array_equal(file.tensor(name).to_float32(), values) for name, values in want.items())
 
 
 def test_an_unreadable_tokenizer_is_a_format_error(plain):

@@ -392,6 +392,7 @@ def pop_stage(contents):
         (lambda c: c["spans"][0]["first_held"].update({"0": 0}), "a stage that the model lacks"),
         (lambda c: c["spans"].append({"first_page": 0, "n_pages": 2**31 - 1, "n_stages": 2**31 - 1, "first_held": {}}), "belongs to no entry"),
         (lambda c: c["spans"][0].update(n_stages=2), "n_stages"),
+        (lambda c: c["spans"][0]["first_held"].update({"9" * 5000: 0}), "first_held"),
         (lambda c: c["spans"][0].update(first_page=1), "lacks pages|follow|end with"),
         (lambda c: c["pool"].update(capacity=-1), "capacity"),
         (lambda c: c["pool"].pop("eviction"), "eviction"),
@@ -403,6 +404,14 @@ def test_contents_that_do_not_fit_are_refused(model, saved, change, text):
     """A file whose checksums are right and whose contents would have a kernel read pages that are not there."""
     with_contents(saved, change)
     assert_refused(model, saved, text=text)
+
+
+def test_a_prefix_cache_file_without_its_entry_is_refused(model, tmp_path):
+    model.build_prefix_cache(TOKENS[:20]).save(tmp_path / "cache")
+    with_contents(tmp_path / "cache", lambda c: c.update(entries=[], spans=[]))
+    with pytest.raises(tl.FormatError, match="has one entry, this one has 0"):
+        model.load_prefix_cache(tmp_path / "cache")
+    assert model.kv_nbytes == 0
 
 
 def test_tokens_outside_the_vocabulary_are_refused(model, saved):

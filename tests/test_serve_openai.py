@@ -73,10 +73,13 @@ def test_a_message_in_parts(client):
 
 
 def test_fields_that_change_nothing_are_taken(client):
-    client.chat.completions.create(
-        model=NAME, messages=HI, max_tokens=1, user="u", metadata={"a": "b"}, store=False, service_tier="auto", parallel_tool_calls=True,
-        presence_penalty=0, frequency_penalty=0, response_format={"type": "text"}, tools=[], prompt_cache_key="k", reasoning_effort="low",
+    plain = client.chat.completions.create(model=NAME, messages=HI, max_tokens=3, temperature=0)
+    answer = client.chat.completions.create(
+        model=NAME, messages=HI, max_tokens=3, temperature=0, user="u", metadata={"a": "b"}, store=False, service_tier="auto",
+        parallel_tool_calls=True, presence_penalty=0, frequency_penalty=0, response_format={"type": "text"}, tools=[],
+        prompt_cache_key="k", reasoning_effort="low",
     )  # fmt: skip
+    assert answer.choices == plain.choices
 
 
 def test_models(client):

@@ -76,9 +76,7 @@ class BeamSearching:
         if pool is not None and not isinstance(pool, PrefixPool):
             raise TypeError(f"pool must be a PrefixPool or None, got {type(pool).__name__}")
         cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
-        cdef Sampling greedy = Sampling(
-            0.0, 0, 1.0, 0.0, 1.0, None, None, self._stop_tokens if stop_tokens is None else stop_tokens, self.config.vocab_size
-        )
+        cdef Sampling greedy = self.read_sampling(0.0, 0, 1.0, 0.0, 1.0, None, None, stop_tokens)
         self.warn_depth(key[1])
         cdef Generation start = Generation(self._engine, tokens, n_new, key, greedy, pool)
         if n_new == 0:

@@ -6,6 +6,5 @@ from .sequence cimport KvPrefix
 
 
 cdef HiddenRows new_rows(Engine engine, int n_tokens, HiddenRows like)
-cdef KvPrefix run_keeping_rows(Engine engine, const int32_t[::1] tokens, int loops, int window, HiddenRows rows)
 cdef KvPrefix deepen(Engine engine, const int32_t[::1] tokens, KvPrefix base, HiddenRows rows, int loops, HiddenRows deeper)
 cdef KvPrefix shallow(Engine engine, KvPrefix base, int loops)

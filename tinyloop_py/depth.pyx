@@ -15,7 +15,7 @@ from .abi cimport (
 )
 from .engine cimport Engine
 from .hidden_rows cimport HiddenRows
-from .sequence cimport PAGES_OPERANDS, KvPrefix, Sequence, Span
+from .sequence cimport KvPrefix, Sequence, Span
 
 cdef int PAGE = TL_PAGE_POSITIONS
 
@@ -25,40 +25,6 @@ cdef HiddenRows new_rows(Engine engine, int n_tokens, HiddenRows like):
     c = engine.config
     keep_e = c.inject != "none" and c.n_prelude > 0
     return HiddenRows(engine.plan.context, engine.plan.store, n_tokens, c.dim, keep_e, None if like is None else like.e)
-
-
-cdef KvPrefix run_keeping_rows(Engine engine, const int32_t[::1] tokens, int loops, int window, HiddenRows rows):
-    """`Engine.build_prefix`, leaving every token's x in `rows`."""
-    cdef Sequence seq = engine.new_sequence(loops, window)
-    cdef KvPrefix prefix
-    cdef int n = tokens.shape[0], first, count
-    cdef int32_t last
-    cdef tl_batch want
-    final_x = np.empty(engine.config.dim, np.float32)
-    boundary_x = np.empty((loops, engine.config.dim), np.float32)
-    cdef float[::1] final_view = final_x
-    cdef float[:, ::1] boundary_view = boundary_x
-    if engine.plan.keeps_operands:
-        seq.operands = engine.new_sequence(loops, window, PAGES_OPERANDS)
-    try:
-        engine.open(seq, None, n)
-        while seq.n_tokens < n:
-            first = seq.n_tokens
-            count = min(engine.max_rows, n - first)
-            memset(&want, 0, sizeof(want))
-            rows.write(&want, first)
-            if first + count == n:
-                last = count - 1
-                want.sections = TL_RUN_HEAD
-                want.n_out = 1
-                want.out_row = &last
-                want.final_x = &final_view[0]
-                want.boundary_x = &boundary_view[0, 0]
-            engine.step(seq, &tokens[first], count, &want)
-        prefix = (seq if seq.operands is None else seq.operands).freeze(final_x, boundary_x)
-    finally:
-        seq.release()
-    return prefix
 
 
 cdef KvPrefix deepen(Engine engine, const int32_t[::1] tokens, KvPrefix base, HiddenRows rows, int loops, HiddenRows deeper):

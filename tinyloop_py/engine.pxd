@@ -1,6 +1,7 @@
 from libc.stdint cimport int32_t
 
 from .abi cimport tl_batch
+from .hidden_rows cimport HiddenRows
 from .plan cimport Plan
 from .runner cimport Runner
 from .sequence cimport KvPrefix, Sequence
@@ -27,5 +28,5 @@ cdef class Engine:
     cdef int check_process(self) except -1
     cdef int check_signals(self, Sequence seq) except -1
     cdef int run_locked(self, tl_batch *batch) except -1
-    cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want) except -1
+    cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want, HiddenRows rows=*) except -1
     cdef int open(self, Sequence seq, KvPrefix base, int n_positions) except -1

@@ -20,6 +20,7 @@ from .abi cimport (
 )
 from .cuda_context cimport CudaContext
 from .cuda_runner cimport CudaRunner
+from .hidden_rows cimport HiddenRows
 from .plan cimport Plan
 from .runner cimport Runner
 from .sampling cimport Sampling
@@ -73,11 +74,16 @@ cdef class Engine:
             first += n
         return tuple(widest)
 
-    def kv_nbytes_for(self, int n_tokens, int loops, int window):
-        """Bytes of KV pages and hidden rows that a prefix of `n_tokens` holds on its own."""
+    def kv_nbytes_for(self, int n_tokens, int loops, int window, KvPrefix base=None):
+        """Bytes of KV pages and hidden rows that a prefix of `n_tokens` adds; its full pages from `base` are there already.
+
+        Under a window, which lets pages go, `base` counts for nothing: the answer is at most too large.
+        """
         cdef int64_t nbytes = (loops + 1) * self.config.dim * 4
-        for part, w in enumerate(self.part_windows(window)):
-            n = -(-n_tokens // TL_PAGE_POSITIONS)
+        windows = self.part_windows(window)
+        cdef int n_shared = 0 if base is None or any(windows) else base.n_tokens // TL_PAGE_POSITIONS
+        for part, w in enumerate(windows):
+            n = -(-n_tokens // TL_PAGE_POSITIONS) - n_shared
             if w:
                 n -= max(0, n_tokens - w + 1) // TL_PAGE_POSITIONS
             nbytes += n * self.plan.store.page_nbytes(part + 3 * self.plan.keeps_operands) * (loops if part == TL_STAGE_CORE else 1)
@@ -137,23 +143,30 @@ cdef class Engine:
             raise
         return 0
 
-    cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want) except -1:
-        """Runs tokens[seq.n_tokens:n_tokens] in steps; `want` applies to the last row."""
+    cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want, HiddenRows rows=None) except -1:
+        """Runs tokens[seq.n_tokens:n_tokens] in steps; `want` applies to the last row. Every token's x goes to `rows`, where given."""
         cdef tl_batch plain
         cdef int n
         cdef int32_t last
         while n_tokens - seq.n_tokens > self.max_rows:
             memset(&plain, 0, sizeof(plain))
+            if rows is not None:
+                rows.write(&plain, seq.n_tokens)
             self.step(seq, tokens + seq.n_tokens, self.max_rows, &plain)
         n = n_tokens - seq.n_tokens
         last = n - 1
         if want.n_out:
             want.out_row = &last
+        if rows is not None:
+            rows.write(want, seq.n_tokens)
         self.step(seq, tokens + seq.n_tokens, n, want)
         return 0
 
-    def build_prefix(self, const int32_t[::1] tokens, int loops, int window, KvPrefix base=None) -> KvPrefix:
-        """Runs tokens (1 or more) and keeps their KV; `base` is a prefix of them to go on from."""
+    def build_prefix(self, const int32_t[::1] tokens, int loops, int window, KvPrefix base=None, HiddenRows rows=None) -> KvPrefix:
+        """Runs tokens (1 or more) and keeps their KV.
+
+        `base` is a prefix of them to go on from; or `rows` takes the x of every token.
+        """
         cdef Sequence seq = self.new_sequence(loops, window)
         cdef tl_batch want
         cdef KvPrefix prefix
@@ -172,7 +185,7 @@ cdef class Engine:
             want.n_out = 1
             want.final_x = &final_view[0]
             want.boundary_x = &boundary_view[0, 0]
-            self.prefill(seq, &tokens[0], tokens.shape[0], &want)
+            self.prefill(seq, &tokens[0], tokens.shape[0], &want, rows)
             prefix = (seq if seq.operands is None else seq.operands).freeze(final_x, boundary_x)
         finally:
             seq.release()

@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from libc.stdint cimport uint64_t
-
-from .abi cimport TL_BF16, TL_F16, TL_F32, TL_PAGE_POSITIONS, TL_STAGE_CORE
+from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
 from .engine cimport Engine
-from .sequence cimport KvPrefix
+from .kv_transfer cimport canonical_page, export_pages
+from .sequence cimport KvPrefix, Span
+
+from .tensor_file import NUMPY_TYPES
 
 
 def export_kv(Engine engine, KvPrefix prefix):
@@ -19,11 +20,12 @@ def export_kv(Engine engine, KvPrefix prefix):
         of the KV type (bf16 as uint16) from the first position that is still held on; int8 and int4 as the bytes of each
         token's row, which tinyloop.h describes.
     """
+    cdef Span span
     prefix = engine.with_kv(prefix)
     pages = {}
     for span in (*prefix.spans, *(() if prefix.tail is None else (prefix.tail,))):
-        for stage, page, index in span.held():
-            pages.setdefault(stage, {})[index] = export_page(engine, stage, page)
+        for stage, _, index in span.held():
+            pages.setdefault(stage, {})[index] = export_page(engine, span, stage, index - span.first_page)
     out = {}
     for stage, held in pages.items():
         first = max(held)
@@ -35,21 +37,12 @@ def export_kv(Engine engine, KvPrefix prefix):
     return out
 
 
-def export_page(Engine engine, int stage, int page):
-    """(keys, values) of one page, (n_layers, n_kv_heads, 16, values or bytes of a row) each."""
-    cdef uint64_t k_row, v_row
-    cdef int part = min(stage, TL_STAGE_CORE)
-    c = engine.config
-    n_layers = (c.n_prelude, c.n_coda, c.n_core)[part]
-    dtype = np.dtype({TL_F32: np.float32, TL_BF16: np.uint16, TL_F16: np.float16}.get(engine.plan.desc.kv_dtype, np.uint8))
-    engine.plan.context.library.check(engine.plan.context.library.f.plan_row_nbytes(&engine.plan.desc, &k_row, &v_row), "sizing KV rows")
-    keys, values = (np.empty((n_layers, c.n_kv_heads, TL_PAGE_POSITIONS, n // dtype.itemsize), dtype) for n in (k_row, v_row))
-    cdef unsigned char[::1] k_bytes = keys.reshape(-1).view(np.uint8)
-    cdef unsigned char[::1] v_bytes = values.reshape(-1).view(np.uint8)
-    with engine._lock:
-        engine.check_open()
-        engine.runner.read_page(part, page, &k_bytes[0], &v_bytes[0])
-    return keys, values
+cdef list export_page(Engine engine, Span span, int stage, int index):
+    """[keys, values] of one page of a span, (n_layers, n_kv_heads, 16, values or bytes of a row) each."""
+    page = canonical_page(engine, stage, span.kind)
+    arrays = [np.empty((1, *shape), NUMPY_TYPES[dtype]) for dtype, shape in page.values()]
+    export_pages(engine, span, stage, index, arrays)
+    return [array[0] for array in arrays]
 
 
 def export_operands(Engine engine, int stage, int page):

@@ -2,6 +2,6 @@ from .engine cimport Engine
 from .sequence cimport Span
 
 
-cdef dict canonical_page(Engine engine, int stage)
+cdef dict canonical_page(Engine engine, int stage, int kind)
 cdef int export_pages(Engine engine, Span span, int stage, int first, list arrays) except -1
 cdef int import_pages(Engine engine, Span span, int stage, int first, list arrays) except -1

@@ -11,15 +11,15 @@ from .sequence cimport PAGES_OPERANDS, Span
 CANONICAL = {TL_F32: ("F32", 4), TL_BF16: ("BF16", 2), TL_F16: ("F16", 2)}
 
 
-cdef dict canonical_page(Engine engine, int stage):
+cdef dict canonical_page(Engine engine, int stage, int kind):
     """What a page of a stage is made of: name -> (safetensors type, shape), as tinyloop.h lays it out.
 
-    Keys and values of a float type are values, quantised ones rows of bytes. In h mode what is held is operands, bytes.
+    Keys and values of a float type are values, quantised ones rows of bytes; operands are bytes.
     """
     cdef uint64_t k_row, v_row
     cdef int part = min(stage, TL_STAGE_CORE)
     c = engine.config
-    if engine.plan.keeps_operands:
+    if kind == PAGES_OPERANDS:
         return {"operands": ("U8", (engine.plan.store.page_nbytes(part + 3),))}
     dtype, size = CANONICAL.get(engine.plan.desc.kv_dtype, ("U8", 1))
     engine.plan.context.library.check(engine.plan.context.library.f.plan_row_nbytes(&engine.plan.desc, &k_row, &v_row), "sizing KV rows")

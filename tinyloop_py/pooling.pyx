@@ -105,11 +105,7 @@ cdef int build_entry(LoadedModel model, PrefixPool pool, const int32_t[::1] toke
     cdef PoolEntry base = pool._find(key, tokens)
     cdef KvPrefix prefix = None if base is None else base.payload
     shared = () if prefix is None else [(span, span.nbytes) for span in prefix.spans]
-    cdef int n_shared = 0 if prefix is None else prefix.n_tokens // 16 * 16
-    nbytes = model._engine.kv_nbytes_for(tokens.shape[0], key[1], key[2])
-    if prefix is not None and not any(model._engine.part_windows(key[2])):
-        nbytes -= model._engine.kv_nbytes_for(n_shared, key[1], key[2]) - model._engine.kv_nbytes_for(0, key[1], key[2])
-    pool._plan(tokens.shape[0], nbytes, shared)
+    pool._plan(tokens.shape[0], model._engine.kv_nbytes_for(tokens.shape[0], key[1], key[2], prefix), shared)
     while True:
         try:
             built = model._engine.build_prefix(tokens, key[1], key[2], prefix)

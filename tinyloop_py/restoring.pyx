@@ -1,7 +1,10 @@
 """Prefix caches and pools out of files."""
 
+import os
+
 from .loaded_model cimport LoadedModel
 
+from .errors import FormatError
 from .prefix_cache import PrefixCache
 from .saved_pool import load_pool
 from .saved_prefixes import load_prefixes
@@ -41,7 +44,10 @@ class Restoring:
             Memory or kv_budget does not suffice; a RuntimeError.
         """
         self.check_open("load_prefix_cache")
-        _, [(tokens, prefix)] = load_prefixes(self, path, "prefix cache", bool(rebuild))
+        _, prefixes = load_prefixes(self, path, "prefix cache", bool(rebuild))
+        if len(prefixes) != 1:
+            raise FormatError(f"{os.fsdecode(path)}: a prefix cache's file has one entry, this one has {len(prefixes)}")
+        [(tokens, prefix)] = prefixes
         tokens.flags.writeable = False
         return PrefixCache(self, prefix, tokens)
 

@@ -4,7 +4,7 @@ cimport cython
 from libc.stdint cimport int32_t
 
 from .arguments cimport int_argument
-from .depth cimport deepen, new_rows, run_keeping_rows, shallow
+from .depth cimport deepen, new_rows, shallow
 from .hidden_rows cimport HiddenRows
 from .sequence cimport KvPrefix
 
@@ -137,6 +137,4 @@ cdef class ResumeHandle:
             return deepen(self.engine, tokens, base, rows, loops, kept)
         self._prefilled_tokens += base.n_tokens
         self._token_loops += <long long>base.n_tokens * loops
-        if kept is None:
-            return self.engine.build_prefix(tokens, loops, base.window)
-        return run_keeping_rows(self.engine, tokens, loops, base.window, kept)
+        return self.engine.build_prefix(tokens, loops, base.window, None, kept)

@@ -4,7 +4,7 @@ import numpy as np
 
 from libc.stdint cimport int32_t
 
-from .depth cimport new_rows, run_keeping_rows
+from .depth cimport new_rows
 from .engine cimport Engine
 from .generation cimport Generation
 from .hidden_rows cimport HiddenRows
@@ -108,10 +108,7 @@ class Resuming:
             raise ValueError("the resume handle belongs to another model; build one with this model's build_resume_handle")
         key = self.pool_key("resume_generate", loops, held.cache_window, None)
         cdef const int32_t[::1] tokens = self.prompt_tokens(held._tokens, max_tokens, &n_new)
-        cdef Sampling sampling = Sampling(
-            temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, self._stop_tokens if stop_tokens is None else stop_tokens,
-            self.config.vocab_size,
-        )
+        cdef Sampling sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens)
         self.warn_depth(key[1])
         return open_resumed(self._engine, held, tokens, n_new, key, sampling).run()
 
@@ -140,7 +137,7 @@ cdef tuple run_with_pool(Engine engine, PrefixPool pool, const int32_t[::1] toke
                 held = (engine.build_prefix(tokens, key[1], key[2], entry.payload), None)
             else:
                 rows = new_rows(engine, tokens.shape[0], None)
-                held = (run_keeping_rows(engine, tokens, key[1], key[2], rows), rows)
+                held = (engine.build_prefix(tokens, key[1], key[2], None, rows), rows)
             break
         except Exception as error:
             rows = None

@@ -131,10 +131,14 @@ def _fields(value: Any, kind: type[Any]) -> dict[str, Any]:
     return value
 
 
+def _is_stage(text: str, n_stages: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 11 and int(text) < n_stages
+
+
 def _span(value: Any) -> SavedSpan:
     v = _fields(value, SavedSpan)
     n_pages, n_stages = _int(v["n_pages"], "n_pages of a span", 1), _int(v["n_stages"], "n_stages of a span", 3)
-    if not isinstance(v["first_held"], dict) or not all(stage.isdecimal() and int(stage) < n_stages for stage in v["first_held"]):
+    if not isinstance(v["first_held"], dict) or not all(_is_stage(stage, n_stages) for stage in v["first_held"]):
         raise FormatError("first_held of a span must map its stages to pages")
     first_held = {int(stage): _int(first, "first_held of a span", 0, n_pages - 1) for stage, first in v["first_held"].items()}
     return SavedSpan(_int(v["first_page"], "first_page of a span"), n_pages, n_stages, first_held)

@@ -53,10 +53,10 @@ def save_prefixes(LoadedModel model, path, str kind, list prefixes, list places,
         tensors[f"entry.{i}.final_x"] = ("F32", np.shape(prefix.final_x))
         tensors[f"entry.{i}.boundary_x"] = ("F32", np.shape(prefix.boundary_x))
     described = [describe(span) for span in numbers]
-    for i, span in enumerate(described):
-        for stage, first in span.first_held.items():
-            for what, (dtype, shape) in canonical_page(model._engine, stage).items():
-                tensors[f"span.{i}.{stage}.{what}"] = (dtype, (span.n_pages - first, *shape))
+    for i, span in enumerate(numbers):
+        for stage, first in described[i].first_held.items():
+            for what, (dtype, shape) in canonical_page(model._engine, stage, (<Span>span).kind).items():
+                tensors[f"span.{i}.{stage}.{what}"] = (dtype, (described[i].n_pages - first, *shape))
     contents = Contents(kind, None if model is None else model._fingerprint(), described, entries, pool)
     with TensorFileWriter(path, tensors, {"format": FORMAT, "version": VERSION, "contents": contents.to_json()}) as file:
         for i, span in enumerate(numbers):
@@ -83,7 +83,7 @@ cdef int write_span(Engine engine, object file, Span span, object described, int
     """The pages of a span; of a partly filled one, what other calls left behind its tokens is not written."""
     cdef int stage, first, n, group
     for stage, first in described.first_held.items():
-        page = canonical_page(engine, stage)
+        page = canonical_page(engine, stage, span.kind)
         group = max(1, GROUP_NBYTES // sum([math.prod(shape) * ITEM_NBYTES[dtype] for dtype, shape in page.values()]))
         arrays = [np.empty((min(group, span.n_pages - first), *shape), NUMPY_TYPES[dtype]) for dtype, shape in page.values()]
         while first < span.n_pages:
@@ -214,7 +214,8 @@ cdef list read_prefixes(Engine engine, object file, object contents):
             spans.append(span)
             for stage, first in described.first_held.items():
                 n = described.n_pages - first
-                arrays = [file.read(f"span.{i}.{stage}.{what}", dtype, (n, *shape)) for what, (dtype, shape) in canonical_page(engine, stage).items()]
+                page = canonical_page(engine, stage, kind)
+                arrays = [file.read(f"span.{i}.{stage}.{what}", dtype, (n, *shape)) for what, (dtype, shape) in page.items()]
                 import_pages(engine, span, stage, first, arrays)
                 store.unreserve(n * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind))
                 promised -= n * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind)

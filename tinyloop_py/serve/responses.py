@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -110,7 +111,7 @@ def usage_of(streams: Sequence[Stream]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Shape:
+class Shape(ABC):
     """The frame of one answer: its id, time and model, around choices of its kind."""
 
     prefix = ""
@@ -133,13 +134,13 @@ class Shape:
         body = {**self._frame, "object": self.chunk_kind, "choices": choices}
         return {**body, "usage": usage} if with_usage else body
 
+    @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """A whole output."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None, offset: int) -> dict[str, Any]:
         """A part of an output; `offset` characters of it came before."""
-        raise NotImplementedError
 
 
 class ChatShape(Shape):

@@ -58,13 +58,10 @@ class PrefixBuild:
 
     def _plan_room(self) -> None:
         """Has the pool make room, or refuse, before anything is run."""
-        engine, n = self.model._engine, len(self.tokens)
         _, loops, window, _ = self.key
-        nbytes = engine.kv_nbytes_for(n, loops, window)
+        nbytes = self.model._engine.kv_nbytes_for(len(self.tokens), loops, window, self.base)
         shared = () if self.base is None else [part for part in self.base.parts() if part[0] is not self.base]
-        if self.base is not None and not any(engine.part_windows(window)):
-            nbytes -= engine.kv_nbytes_for(self.base.n_tokens // 16 * 16, loops, window) - engine.kv_nbytes_for(0, loops, window)
-        self.target._plan(n, nbytes, shared)
+        self.target._plan(len(self.tokens), nbytes, shared)
 
     def step(self) -> bool:
         """Runs the next rows; True when the prefix is in the pool."""
