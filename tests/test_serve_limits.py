@@ -1,6 +1,8 @@
 """What the server refuses, and how: bodies, heads, connections, times; clients that leave; its health and its end."""
 
+import contextlib
 import ctypes
+import http.client
 import json
 import signal
 import socket
@@ -226,11 +228,16 @@ def test_an_answer_before_the_body_was_read_ends_the_connection(url, head):
 
 
 def test_an_answer_after_the_body_was_read_keeps_the_connection(url):
-    for request in (head_of(TEXT, b"{}"), b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"):
-        with raw(url, request, keep=True) as connection:
-            assert b"connection: close" not in connection.recv(65536).lower()
-            connection.sendall(request)
-            assert connection.recv(65536).startswith(b"HTTP/1.1 ")
+    for method, path, body in (("POST", TEXT, b"{}"), ("GET", "/health", b"")):
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        with contextlib.closing(connection):
+            connection.connect()
+            held = connection.sock
+            for _ in range(3):
+                connection.request(method, path, body, JSON)
+                with connection.getresponse() as answer:
+                    assert answer.read() and answer.getheader("connection") != "close"
+                assert connection.sock is held
 
 
 def test_no_redirect_leads_to_the_host_that_a_request_names():

@@ -91,6 +91,22 @@ def test_prefixes_are_registered_pinned_and_dropped(page, url):
     assert not [item for item in ask(url, "/v1/prefixes").json["data"] if item["pinned"]]
 
 
+def test_a_refresh_of_the_table_keeps_a_press_and_the_focus(page, url):
+    keep = ask(url, "/v1/prefixes", {"text": "The row under the mouse, held through a refresh."}).json
+    row = page.locator("#pool tr", has_text="The row under the mouse")
+    button = row.get_by_role("button", name="Drop")
+    button.focus()
+    button.hover()
+    page.mouse.down()
+    other = ask(url, "/v1/prefixes", {"text": "Another row, which makes the table change."}).json
+    page.locator("#pool tr", has_text="Another row").wait_for()
+    assert keep["id"] in page.evaluate("document.activeElement.getAttribute('aria-label') && [...rows].find(([, row]) => row.contains(document.activeElement))[0]")
+    page.mouse.up()
+    row.wait_for(state="detached")
+    assert [item["id"] for item in ask(url, "/v1/prefixes").json["data"] if item["id"] in (keep["id"], other["id"])] == [other["id"]]
+    assert ask(url, f"/v1/prefixes/{other['id']}", method="DELETE").status == 200
+
+
 def never_ending(page, monkeypatch):
     """Answers that stop by nobody's will but the reader's, at a pace that leaves time for it."""
     step = runner.step_generations
@@ -126,8 +142,8 @@ def test_everything_can_be_done_by_keyboard_on_a_phone(page, monkeypatch):
     playwright.expect(page.locator("#talk li.assistant .cost")).to_contain_text("stopped")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate("document.activeElement.id") == "say"
-    sizes = page.locator("button:visible").evaluate_all("all => all.map(b => b.getBoundingClientRect().height)")
-    assert min(sizes) >= 28
+    heights = "[...document.querySelectorAll('button')].filter(b => b.checkVisibility()).map(b => b.getBoundingClientRect().height)"
+    assert min(page.evaluate(heights)) >= 28
 
 
 def test_an_error_is_shown_and_the_page_goes_on(page):
