@@ -96,7 +96,7 @@ class Engine:
         """End everything: requests that are not done get an error, the worker's thread ends. Idempotent."""
         self._draining = self._closing = True
         self._fail_all(ServeError(503, "the server is shutting down", code="shutting_down", retry_after=5))
-        self._wake.set()
+        self._call()
         if self._loop_task is not None:
             await asyncio.wait((self._loop_task,), timeout=self.stall_seconds)
             if not self._loop_task.done():  # a turn that never ends: its thread is left behind
@@ -183,7 +183,7 @@ class Engine:
         deadline = self.deadline if request.deadline is None else request.deadline
         if deadline is not None:
             self._timers[job] = asyncio.get_running_loop().call_later(deadline, self._expire, job, deadline)
-        self._wake.set()
+        self._call()
         return stream
 
     # ---- prefixes
@@ -200,7 +200,7 @@ class Engine:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = PrefixTask(tenant, namespace, loops, tokens, pin, done=done)
         self._prefixes.add(task)
-        self._wake.set()
+        self._call()
         try:
             await done
         except asyncio.CancelledError:
@@ -215,6 +215,7 @@ class Engine:
             return False
         if (problem := self.problem) is not None:  # a turn that never ends holds the lock
             raise engine_down(problem)
+        self._runner.called = True
         async with self.lock:
             found = self.pool.discard(self.model, tokens, loops, window, namespace=namespace)
             if self.auto is not None:
@@ -226,16 +227,16 @@ class Engine:
     async def _run(self) -> None:
         assert self._worker is not None
         while not self._closing:
+            self._runner.called = False
             admitted = self._admit()
             if not (admitted or self._running or len(self._prefixes)):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             tasks = self._prefixes.take()
-            begin = time.perf_counter()
             try:
                 async with self.lock:
-                    result = await self._watched(partial(self._runner.turn, admitted, tasks))
+                    result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._report))
             except WorkerDied as error:
                 self._die(str(error), tasks)
                 return
@@ -244,8 +245,17 @@ class Engine:
                 await self._reset(error, tasks)
                 continue
             self._settle(result)
-            self.on_turn(time.perf_counter() - begin, result.n_rows)
             del result, admitted, tasks  # while nothing is to do, nothing is held
+
+    def _report(self, result: TurnResult) -> None:
+        """From the worker: a turn's result, where the next one runs already."""
+        assert self._worker is not None
+        self._worker.tell(self._settle, result)
+
+    def _call(self) -> None:
+        """Have the loop look at the queue again, after the turn that runs."""
+        self._runner.called = True
+        self._wake.set()
 
     async def _watched(self, turn: Callable[[], TurnResult]) -> TurnResult:
         """A turn's result; if it takes too long, all that wait are told, and what it gives in the end is theirs no more."""
@@ -293,6 +303,7 @@ class Engine:
             self._prefixes.add(task)
         for task in result.prefixes:
             self._prefixes.end(task)
+        self.on_turn(result.seconds, result.n_rows)
 
     # ---- ends
 
@@ -300,7 +311,7 @@ class Engine:
         job.cancelled = True  # the next turn drops it
         if self._queue.remove(job.request.tenant, job):
             self._forget(job)
-        self._wake.set()
+        self._call()
 
     def _expire(self, job: Job, deadline: float) -> None:
         job.stream.feed(ServeError(504, f"The request was not done within its deadline of {deadline:g} s.", code="deadline_exceeded"))
