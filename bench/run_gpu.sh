@@ -6,7 +6,8 @@
 #   exact     the bitwise matrix and the comparison with the reference on CUDA, first
 #   suite     the whole suite with the CUDA backend required
 #   sanitize  compute-sanitizer on the small shapes: memcheck, initcheck, racecheck
-#   bench     bench_cuda.py, PyTorch in the same run, kept as bench/results/cuda-<name of the GPU>.json
+#   bench     bench_cuda.py, PyTorch in the same run, kept as bench/results/cuda-<name of the GPU>.json;
+#             then with a step as one kernel
 #
 # PYTHON names the interpreter; it needs cython, setuptools, numpy, cuda-python, pytest, hypothesis, safetensors, tokenizers and torch.
 # LOGS is where full outputs go (default build/gpu-logs). Each step has its own time limit: LIMIT seconds, default 300.
@@ -56,6 +57,7 @@ step_sanitize() {
   local tool
   for tool in memcheck initcheck racecheck; do
     TINYLOOP_CUDA_SERIAL=1 TAIL=12 step "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" bench/cuda_small.py
+    TINYLOOP_CUDA_STEP=1 TAIL=12 step "sanitize-$tool-step" compute-sanitizer --tool "$tool" --error-exitcode 9 "$PYTHON" bench/cuda_small.py
   done
 }
 
@@ -63,6 +65,7 @@ step_bench() {
   local name
   name=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 | tr 'A-Z ' 'a-z-')
   TAIL=30 step bench "$PYTHON" bench/bench_cuda.py --keep "cuda-$name" ${BENCH_OPTIONS:-}
+  TINYLOOP_CUDA_STEP=1 TAIL=30 step bench-step "$PYTHON" bench/bench_cuda.py --no-torch --keep "cuda-$name-step" ${BENCH_OPTIONS:-}
 }
 
 command -v nvidia-smi > /dev/null || { echo "no nvidia-smi: this script is for a machine with an NVIDIA GPU"; exit 2; }

@@ -216,6 +216,7 @@ tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes) {
 tl_status tl_plan_bind(tl_plan *plan, void *scratch) {
   TL_REQUIRE(plan && scratch && (uint64_t)scratch % 64 == 0, "the scratch memory is NULL or not 64-byte aligned");
   plan->memory = (uint8_t *)scratch;
+  plan->step_programs.clear();
   return TL_OK;
 }
 

@@ -210,6 +210,21 @@ TL_DEVICE void let_next_kernel_start() {
 #endif
 }
 
+// ---- a barrier of a whole grid whose CTAs all run: the counter only grows
+
+// By one thread, after a barrier of its CTA: what that wrote is there for whoever has waited.
+TL_DEVICE void grid_arrive(unsigned long long *counter) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory"); }
+TL_DEVICE unsigned long long grid_arrivals(const unsigned long long *counter) {
+  unsigned long long n;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(n) : "l"(counter) : "memory");
+  return n;
+}
+// By one thread, before a barrier of its CTA.
+TL_DEVICE void grid_wait(const unsigned long long *counter, unsigned long long n) {
+  while (grid_arrivals(counter) < n) {
+  }
+}
+
 // A barrier of some of a CTA's warps: id 1..15, n_threads a multiple of 32.
 TL_DEVICE void sync_threads(int id, int n_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory"); }
 

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include <algorithm>
 #include <memory>
@@ -68,6 +69,8 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   c->max_shared_nbytes = (int)props.sharedMemPerBlockOptin;
   c->code = (int)code.sharedSizeBytes / 16;
   c->overlaps = c->code >= kCodeSm90 && !getenv("TINYLOOP_CUDA_SERIAL");  // set it to time kernels one by one
+  const char *steps = getenv("TINYLOOP_CUDA_STEP");
+  c->steps = c->code >= kCodeSm90 && props.cooperativeLaunch && steps && !strcmp(steps, "1");
   c->major = props.major;
   c->minor = props.minor;
   snprintf(c->name, sizeof c->name, "%.60s", props.name);
@@ -84,6 +87,19 @@ void use_device(const tl_context &context) {
 void read_back(const tl_context &context, void *to, const void *from, uint64_t nbytes) {
   use_device(context);
   require(cudaMemcpy(to, from, nbytes, cudaMemcpyDeviceToHost), "reading back");
+}
+
+void write_now(const tl_context &context, void *to, const void *from, uint64_t nbytes) {
+  use_device(context);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the caller's capture is of another stream
+  require(cudaThreadExchangeStreamCaptureMode(&mode), "writing to the device");
+  cudaStream_t stream = nullptr;
+  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) error = cudaMemcpyAsync(to, from, nbytes, cudaMemcpyHostToDevice, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  if (stream) cudaStreamDestroy(stream);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  require(error, "writing to the device");
 }
 
 TemporaryMemory::TemporaryMemory(uint64_t nbytes, cudaStream_t stream) : stream_(stream) {

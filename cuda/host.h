@@ -18,6 +18,9 @@ void use_device(const tl_context &context);
 // Copies `nbytes` of device memory to the host, waiting for it.
 void read_back(const tl_context &context, void *to, const void *from, uint64_t nbytes);
 
+// Copies to device memory and waits for it, also while a stream is being captured.
+void write_now(const tl_context &context, void *to, const void *from, uint64_t nbytes);
+
 // Memory for the length of a call, given back in the stream's order.
 struct TemporaryMemory {
   TemporaryMemory(uint64_t nbytes, cudaStream_t stream);

@@ -18,6 +18,8 @@ struct tl_context {
   int max_shared_nbytes;  // that one CTA may take
   int code;               // tl::Code; it may be sm_80's on a newer device
   bool overlaps;          // kernels may start before the one before them has ended
+  bool steps;             // the kernels of a one-row step run as one (step.cu)
+  int n_step_clusters;    // of that one, all running at once; 0: not asked for yet
   int major, minor;
   char name[64];
   std::unordered_map<const void *, int> shared_limits;  // what kernels were allowed so far
@@ -42,6 +44,7 @@ struct Shape {
   int n_threads;
   int shared_nbytes;
   int cluster;  // CTAs of a cluster along x; 1 for none
+  bool together = false;  // all CTAs run at once
 };
 
 // Launches the kernels of one batch: the first waits for everything before it, the others start early and wait inside.
@@ -53,10 +56,10 @@ struct Launcher {
   template <class Args>
   void launch(void (*kernel)(Args), const Shape &shape, const Args &args) const {
 #if defined(TL_EMULATOR)
-    emulator::launch(shape.grid, shape.n_threads, shape.shared_nbytes, shape.cluster, [=] { kernel(args); });
+    emulator::launch(shape.grid, shape.n_threads, shape.shared_nbytes, shape.cluster, shape.together, [=] { kernel(args); });
 #else
     prepare((const void *)kernel, shape.shared_nbytes);
-    cudaLaunchAttribute attributes[2];
+    cudaLaunchAttribute attributes[3];
     cudaLaunchConfig_t config = {};
     config.gridDim = shape.grid;
     config.blockDim = dim3(shape.n_threads);
@@ -69,10 +72,15 @@ struct Launcher {
       a.val.clusterDim.x = shape.cluster;
       a.val.clusterDim.y = a.val.clusterDim.z = 1;
     }
-    if (dependent && context.overlaps) {
+    if (dependent && context.overlaps && !shape.together) {
       cudaLaunchAttribute &a = attributes[config.numAttrs++];
       a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
       a.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (shape.together) {
+      cudaLaunchAttribute &a = attributes[config.numAttrs++];
+      a.id = cudaLaunchAttributeCooperative;
+      a.val.cooperative = 1;
     }
     require(cudaLaunchKernelEx(&config, kernel, args), "launching a kernel");
 #endif

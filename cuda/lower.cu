@@ -10,6 +10,7 @@
 #include "plan.h"
 #include "rows.cuh"
 #include "sample.cuh"
+#include "step.cuh"
 
 namespace tl {
 namespace {
@@ -22,19 +23,44 @@ class Lowering {
       : p_(plan), d_(plan.desc), b_(batch), launcher_{plan.context, stream}, n_rows_(batch.n_rows) {}
 
   void run() {
+    lower();
+    release();
+  }
+
+ private:
+  void lower() {
     start_program();
     if (b_.sections & TL_RUN_PRELUDE) section(0, TL_STAGE_PRELUDE);
     if (b_.sections & TL_RUN_CORE)
       for (int loop = b_.loop_begin; loop < b_.loop_end; loop++) {
+        loops_.push_back((int)parts_.size());
         section(1, TL_STAGE_CORE + loop);
         if (b_.boundary_x && b_.n_out) copy_out_rows(b_.boundary_x + (int64_t)(loop - b_.loop_begin) * b_.n_out * d_.dim);
       }
+    loops_.push_back((int)parts_.size());
     if (b_.sections & TL_RUN_CODA) section(2, TL_STAGE_CODA);
     if (!(b_.sections & TL_RUN_HEAD)) return flush(0);
     if (b_.n_out) section(3, 0);
   }
 
- private:
+  // ---- kernels: those that a one-row step may run as one are kept back until another comes, or the end
+
+  void keep(const GemvArgs &args) { parts_.push_back(StepPart{false, args, {}}); }
+  void keep(const AttendArgs &args) { parts_.push_back(StepPart{true, {}, args}); }
+
+  void release() {
+    const bool whole = !loops_.empty() && loops_.back() <= (int)parts_.size();
+    if (!parts_.empty() && !launch_step(launcher_, p_, parts_, whole ? loops_ : std::vector<int>()))
+      for (const StepPart &part : parts_) part.attends ? launch_attend_split(launcher_, part.attend) : launch_gemv(launcher_, part.gemv);
+    parts_.clear();
+    loops_.clear();
+  }
+
+  const Launcher &launcher() {
+    release();
+    return launcher_;
+  }
+
   // ---- the row program
 
   float *x(int i) const { return p_.buffer(p_.scratch.x[i]); }
@@ -64,7 +90,7 @@ class Lowering {
   void flush(int to) {
     if (!changed_ && to == current_) return;
     add_op(kRowStore, x(to), p_.dim_pad);
-    launch_rows(launcher_, n_rows_, RowsArgs{program_, Operand{}});
+    launch_rows(launcher(), n_rows_, RowsArgs{program_, Operand{}});
     current_ = to;
     start_program();
   }
@@ -89,10 +115,10 @@ class Lowering {
     if (path_of(phase.weight, n_rows) == Path::kGemv) {
       GemvArgs g = {weight, phase.bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
       if (program) g.program = *program;
-      return launch_gemv(launcher_, g);
+      return n_rows == 1 ? keep(g) : launch_gemv(launcher(), g);
     }
     const GemmArgs g{weight, phase.bias, n_rows, source, epilogue, place_};
-    return phase.weight.dtype == TL_F32 ? launch_gemm_f32(launcher_, g) : launch_gemm(launcher_, g);
+    return phase.weight.dtype == TL_F32 ? launch_gemm_f32(launcher(), g) : launch_gemm(launcher(), g);
   }
 
   // A product of the program's result, normed where the phase has a norm, with e behind it where asked.
@@ -104,7 +130,7 @@ class Lowering {
     if (phase.norm) add_op(kRowNorm, phase.norm);
     if (with_e) program_.tail = e(), program_.tail_stride = p_.dim_pad;
     const Operand operand = operand_of(p_.scratch.operand, phase.weight, n_rows);
-    if (!fused) launch_rows(launcher_, n_rows, RowsArgs{program_, operand});
+    if (!fused) launch_rows(launcher(), n_rows, RowsArgs{program_, operand});
     product(phase, n_rows, operand, fused ? &program_ : nullptr, epilogue);
     if (stores) current_ = to;
     start_program();
@@ -190,12 +216,13 @@ class Lowering {
     args.scale = 1.44269504f / __builtin_sqrtf((float)d_.head_dim);
     args.out = operand_of(p_.scratch.attn, out.weight, n_rows_);
     args.place_here = n_rows_ == 1 && d_.qk_norm != TL_QK_NORM_FULL && d_.kv_dtype != TL_F32;
-    if (!args.place_here && !placed_) launch_place(launcher_, place_);
-    if (d_.kv_dtype == TL_F32) return launch_attend_f32(launcher_, args);
+    if (!args.place_here && !placed_) launch_place(launcher(), place_);
+    if (d_.kv_dtype == TL_F32) return launch_attend_f32(launcher(), args);
     constexpr int kEnoughTiles = 64;
-    if ((n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles && !b_.decode && launch_attend_tile(launcher_, args)) return;
+    if ((n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles && !b_.decode && launch_attend_tile(launcher(), args)) return;
     args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
-    launch_attend_split(launcher_, args);
+    if (args.place_here) return keep(args);
+    launch_attend_split(launcher(), args);
   }
 
   void residual(const tl_phase &f, uint64_t source) {
@@ -223,7 +250,7 @@ class Lowering {
 
   void copy_out_rows(float *to) {
     flush(current_);
-    launch_copy_rows(launcher_, b_.n_out, CopyArgs{d_.dim, p_.dim_pad, x(current_), b_.out_row, to});
+    launch_copy_rows(launcher(), b_.n_out, CopyArgs{d_.dim, p_.dim_pad, x(current_), b_.out_row, to});
   }
 
   void head(const tl_phase &f) {
@@ -247,7 +274,7 @@ class Lowering {
     if (!b_.sampling) return;
     SampleArgs s = {d_.vocab_size, b_.sampling, to_logits.out, p_.buffer(p_.scratch.sample_work), b_.sampled, b_.decode, nullptr, nullptr, {}, 0};
     if (b_.decode) s.token = const_cast<int32_t *>(b_.token), s.pos = const_cast<int32_t *>(b_.pos);
-    launch_sample(launcher_, b_.n_out, s);
+    launch_sample(launcher(), b_.n_out, s);
   }
 
   tl_plan &p_;
@@ -261,6 +288,8 @@ class Lowering {
   bool changed_ = false;  // whether that differs
   PlaceArgs place_{};     // of the latest QKV phase
   bool placed_ = false;   // whether its product has done the work already
+  std::vector<StepPart> parts_;  // kept back
+  std::vector<int> loops_;       // how many were, where each core loop began and the last one ended
 };
 
 }  // namespace

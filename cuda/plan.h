@@ -15,6 +15,7 @@ struct Scratch {
   uint64_t x[2], e, y, qkv, q;
   uint64_t operand, attn, hidden;  // right operands: of products from x, of OUT, of DOWN
   uint64_t logits, sample_work, n_clamped;
+  uint64_t step;  // a barrier and tasks (step.cu)
   uint64_t nbytes;
 };
 
@@ -29,6 +30,7 @@ struct tl_plan {
   tl::Scratch scratch;
   uint8_t *memory = nullptr;
   int dim_pad, head_pad, q_dim;
+  std::vector<std::vector<uint8_t>> step_programs;  // what lies in scratch memory of them
 
   float *buffer(uint64_t offset) const { return (float *)(memory + offset); }
 };

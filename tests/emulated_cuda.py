@@ -66,6 +66,7 @@ class Device:
     def __init__(self, library: Path) -> None:
         self.kernels = ctypes.CDLL(str(library))
         self.kernels.emulator_end_graph.restype = ctypes.c_void_p
+        self.kernels.emulator_n_kernels.restype = ctypes.c_uint64
         for name in ("emulator_launch_graph", "emulator_drop_graph"):
             getattr(self.kernels, name).argtypes = [ctypes.c_void_p]
         self.nbytes = DEVICE_NBYTES

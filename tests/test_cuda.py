@@ -82,6 +82,30 @@ def test_prompts_give_the_same_bits_however_they_run(name, dtype, group_size, kv
         assert same_kv(narrow, kv_of(model, tokens, loops=1, window=20, splits=(33, 81)))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "kv_mode", "loops", "window"),
+    [
+        ("shipped", "bf16", "fp16", 1, 0), ("shipped", "int8", "bf16", 5, 24), ("ouro", "f16", "fp16", 4, 0), ("qwen2", "bf16", "bf16", 2, 0),
+        ("huginn", "int8", "bf16", 3, 0), ("zero_init", "bf16", "fp16", 3, 0),
+    ],
+)  # fmt: skip
+def test_a_step_as_one_kernel_has_the_same_bits(name, dtype, kv_mode, loops, window, monkeypatch):
+    prompt, found, n_kernels = random_tokens(CONFIGS[name], 60), [], []
+    device = emulated_cuda.installed()
+    for steps in ("0", "1"):
+        monkeypatch.setenv("TINYLOOP_CUDA_STEP", steps)
+        with open_model("cuda", name, dtype, kv_mode=kv_mode, max_seq_len=128) as model:
+            before = device.kernels.emulator_n_kernels() if device else 0
+            cache = model.build_prefix_cache(prompt[:59], loops, window)
+            with cache, model.generate_stream(prompt, 8, loops=loops, temperature=0.0, stop_tokens=(), cache_window=window, logprobs=3) as stream:
+                drawn = [(token, stream.logprobs) for token in stream]
+            ahead = model.generate(prompt, 8, loops=loops, temperature=0.0, stop_tokens=(), cache_window=window)
+            found.append((drawn, ahead, kv_of(model, prompt, loops=loops, window=window, splits=(57, 58, 59))))
+            n_kernels.append(device.kernels.emulator_n_kernels() - before if device else 2 - len(found))
+    assert found[0][:2] == found[1][:2] and same_kv(found[0][2], found[1][2])
+    assert n_kernels[1] < n_kernels[0]
+
+
 def test_generations_that_take_turns_keep_their_own_rows():
     with open_model("cuda", "shipped", "bf16") as model:
         prompts = [random_tokens(CONFIGS["shipped"], n, seed=n) for n in (5, 31, 64)]

@@ -26,6 +26,7 @@ TESTS = (
     "test_cuda.py::test_an_error_that_sticks_says_so",
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[qwen2-bf16-None-bf16]",
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[ouro-f16-None-fp16]",
+    "test_cuda.py::test_a_step_as_one_kernel_has_the_same_bits[ouro-f16-fp16-4-0]",
     "test_backend_reference.py::test_fp32_logits_of_every_config[cuda-loop_bare]",
     "test_beam_search.py::test_against_the_reference[cuda-2-1.0]",
     "test_persistence.py::test_a_cache_comes_back_with_its_bits[cuda-shipped-bf16]",

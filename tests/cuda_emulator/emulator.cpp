@@ -73,7 +73,7 @@ struct Fiber : Thread {
 std::vector<Cta> ctas;
 std::vector<Fiber> fibers;
 std::vector<void *> stacks;
-Meeting cluster_meeting;
+std::vector<Meeting> cluster_meetings;
 const std::function<void()> *body_to_run;
 void *scheduler_pointer;
 
@@ -176,24 +176,25 @@ void perform(std::vector<Copy> &copies) {
 
 }  // namespace
 
-void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body) {
+void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool together, const std::function<void()> &body) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (n_threads % 32 || grid.x % cluster) die("a launch of a broken warp or cluster");
   body_to_run = &body;
-  const size_t n = (size_t)n_threads * cluster;
+  const int n_together = together ? (int)grid.x : cluster;
+  const size_t n = (size_t)n_threads * n_together;
   while (stacks.size() < n) {
     void *p = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) die("no memory for a stack");
     stacks.push_back(p);
   }
   for (unsigned y = 0; y < grid.y; y++)
-    for (unsigned x = 0; x < grid.x; x += cluster) {
+    for (unsigned x = 0; x < grid.x; x += n_together) {
       ctas.clear();
-      ctas.resize(cluster);
+      ctas.resize(n_together);
       fibers.clear();
       fibers.resize(n);
-      cluster_meeting = Meeting{};
+      cluster_meetings.assign(n_together / cluster, Meeting{});
       for (Cta &c : ctas) {
         c.memory.reset(new uint8_t[shared_nbytes + 1024]);
         c.shared = (uint8_t *)(((uintptr_t)c.memory.get() + 1023) / 1024 * 1024);
@@ -203,10 +204,11 @@ void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::fu
       for (size_t i = 0; i < n; i++) {
         Fiber &f = fibers[i];
         const int thread = (int)(i % n_threads);
-        f.rank = (int)(i / n_threads);
+        f.cta = (int)(i / n_threads);
+        f.rank = f.cta % cluster;
         f.cluster_size = cluster;
         f.thread = dim3(thread, 0, 0);
-        f.block = dim3(x + f.rank, y, 0);
+        f.block = dim3(x + f.cta, y, 0);
         f.grid = grid;
         f.warp = thread / 32;
         f.lane = thread % 32;
@@ -218,21 +220,27 @@ void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::fu
 
 namespace {
 std::unique_ptr<std::vector<std::function<void()>>> recording;
+uint64_t n_kernels = 0;
+}  // namespace
+
+void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool together, const std::function<void()> &body) {
+  n_kernels++;
+  if (!recording) return run(grid, n_threads, shared_nbytes, cluster, together, body);
+  recording->push_back([=] { run(grid, n_threads, shared_nbytes, cluster, together, body); });
 }
 
-void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body) {
-  if (!recording) return run(grid, n_threads, shared_nbytes, cluster, body);
-  recording->push_back([=] { run(grid, n_threads, shared_nbytes, cluster, body); });
+uint8_t *shared_memory(int cta) { return ctas[cta].shared; }
+
+void sync_cta(int id, int n_threads) { meet(ctas[current->cta].named[id], n_threads ? n_threads : (int)(fibers.size() / ctas.size())); }
+void sync_cluster() { meet(cluster_meetings[current->cta / current->cluster_size], (int)(fibers.size() / cluster_meetings.size())); }
+void wait_for(const unsigned long long *counter, unsigned long long n) {
+  static_assert(sizeof *counter == sizeof(uint64_t), "what fibers wait for is a word");
+  while (*counter < n) wait_until_changed(*(const uint64_t *)counter);
 }
-
-uint8_t *shared_memory(int rank) { return ctas[rank].shared; }
-
-void sync_cta(int id, int n_threads) { meet(ctas[current->rank].named[id], n_threads ? n_threads : (int)(fibers.size() / ctas.size())); }
-void sync_cluster() { meet(cluster_meeting, (int)fibers.size()); }
 
 void meet_warp(int kind, const void *in, int in_nbytes, void *out, int out_nbytes, void (*combine)(const uint8_t (*)[64], uint8_t (*)[64])) {
   const int lane = current->lane;
-  Warp &w = ctas[current->rank].warps[current->warp];
+  Warp &w = ctas[current->cta].warps[current->warp];
   if (w.meeting.arrived && w.kind != kind) die("the lanes of a warp are at different operations");
   w.kind = kind;
   memcpy(w.in[lane], in, in_nbytes);
@@ -260,7 +268,7 @@ void wait_copies(int pending) {
 }
 
 void barrier_init(uint64_t *barrier, int n_arrivals) {
-  Barrier &b = ctas[current->rank].barriers[barrier];
+  Barrier &b = ctas[current->cta].barriers[barrier];
   b = Barrier{};
   b.n_arrivals = b.missing = n_arrivals;
   *barrier = 0;
@@ -268,7 +276,7 @@ void barrier_init(uint64_t *barrier, int n_arrivals) {
 
 namespace {
 Barrier &barrier_at(uint64_t *barrier) {
-  auto &all = ctas[current->rank].barriers;
+  auto &all = ctas[current->cta].barriers;
   const auto found = all.find(barrier);
   if (found == all.end()) die("a barrier is used before it is made");
   return found->second;
@@ -336,12 +344,15 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   c->n_multiprocessors = emulator::kMultiprocessors;
   c->max_shared_nbytes = 227 << 10;
   c->code = kCodeSm90a;
+  const char *steps = getenv("TINYLOOP_CUDA_STEP");
+  c->steps = steps && !strcmp(steps, "1");
   c->major = 9;
   snprintf(c->name, sizeof c->name, "CUDA emulator");
   *out = c;
   return TL_OK;
 }
 void use_device(const tl_context &) {}
+void write_now(const tl_context &, void *to, const void *from, uint64_t nbytes) { memcpy(to, from, nbytes); }
 void read_back(const tl_context &, void *to, const void *from, uint64_t nbytes) { memcpy(to, from, nbytes); }
 TemporaryMemory::TemporaryMemory(uint64_t nbytes, cudaStream_t stream) : data(aligned_alloc(256, (nbytes + 255) / 256 * 256)), stream_(stream) {
   memset(data, 0, nbytes);
@@ -360,6 +371,7 @@ double time_on_device(cudaStream_t, const std::function<void()> &enqueue) {
 
 // Graphs, for the tests' stand-in of cuda.bindings: what is launched between begin and end is kept instead, and run by each launch.
 extern "C" {
+TL_API uint64_t emulator_n_kernels(void) { return emulator::n_kernels; }  // launched so far, those of a graph once
 TL_API void emulator_begin_graph(void) { emulator::recording.reset(new std::vector<std::function<void()>>); }
 TL_API void *emulator_end_graph(void) { return emulator::recording.release(); }
 TL_API void emulator_launch_graph(void *graph) {

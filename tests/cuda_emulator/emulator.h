@@ -54,16 +54,17 @@ constexpr int kMultiprocessors = 3;  // few, so that CTAs take many units each
 
 struct Thread {
   dim3 thread, block, grid;
-  int warp, lane, rank, cluster_size;
+  int warp, lane, cta, rank, cluster_size;  // cta: of those that run together; rank: in its cluster
 };
 extern Thread *current;
 
-// Runs body as every thread of the grid.
-void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body);
+// Runs body as every thread of the grid, a cluster after another or all together.
+void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool together, const std::function<void()> &body);
 // The same, now or, while a graph is recorded, with each launch of it.
-void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, const std::function<void()> &body);
+void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool together, const std::function<void()> &body);
+void wait_for(const unsigned long long *counter, unsigned long long n);
 
-uint8_t *shared_memory(int rank);
+uint8_t *shared_memory(int cta);
 void sync_cta(int id, int n_threads);
 void sync_cluster();
 // Meets the other lanes of the warp: combine(in, out) runs once, on 32 slots of 64 bytes each.
@@ -211,7 +212,7 @@ namespace tl {
 
 template <class T>
 T *shared_memory() {
-  return (T *)emulator::shared_memory(emulator::current->rank);
+  return (T *)emulator::shared_memory(emulator::current->cta);
 }
 
 inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -298,10 +299,14 @@ inline int cluster_size() { return emulator::current->cluster_size; }
 inline void cluster_sync() { emulator::sync_cluster(); }
 template <class T>
 const T *of_cluster_rank(const T *p, int rank) {
-  return (const T *)(emulator::shared_memory(rank) + ((const uint8_t *)p - emulator::shared_memory(emulator::current->rank)));
+  return (const T *)(emulator::shared_memory(emulator::current->cta - emulator::current->rank + rank) +
+                     ((const uint8_t *)p - emulator::shared_memory(emulator::current->cta)));
 }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
+inline void grid_arrive(unsigned long long *counter) { ++*counter; }
+inline unsigned long long grid_arrivals(const unsigned long long *counter) { return *counter; }
+inline void grid_wait(const unsigned long long *counter, unsigned long long n) { emulator::wait_for(counter, n); }
 inline void sync_threads(int id, int n_threads) { emulator::sync_cta(id, n_threads); }
 
 }  // namespace tl
