@@ -47,6 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     access.add_argument("--max-connections", type=int, default=256, help="most connections at a time")
     access.add_argument("--header-timeout", type=float, default=10.0, metavar="SECONDS", help="for a request's head to arrive")
     access.add_argument("--body-timeout", type=float, default=30.0, metavar="SECONDS", help="for a request's body to arrive")
+    access.add_argument("--write-timeout", type=float, default=60.0, metavar="SECONDS", help="for a client to take some of what is sent to it")
     access.add_argument("--idle-timeout", type=float, default=75.0, metavar="SECONDS", help="for a connection to stay without a request")
     access.add_argument("--shutdown-grace", type=float, default=30.0, metavar="SECONDS", help="for streams to finish when the server stops")
     access.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
@@ -55,13 +56,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The settings that the options name; ValueError for those that cannot be."""
+    from ..serve.pool_file import check_pool_path
     from ..serve.settings import Settings
 
     if args.host_is_open and not args.keys and not args.no_auth:
         raise ValueError(f"--host {args.host} can be reached from other machines: give --keys FILE, or --no-auth if everybody may use it")
     least = {
         "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0, "default_max_tokens": 1, "pool_capacity": 1,
-        "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1, "body_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
+        "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1, "body_timeout": 0.1, "write_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
     }  # fmt: skip
     for name, value in least.items():
         if not getattr(args, name) >= value:
@@ -70,6 +72,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
         import tinyloop_py as tl
 
         args.model, args.model_name = os.fspath(tl.demo_model()), args.model_name or DEMO
+    if args.pool_file:
+        check_pool_path(args.pool_file)
     if not os.path.exists(args.model):
         raise FileNotFoundError(f"there is no model file {args.model}")
     return Settings(
@@ -77,7 +81,7 @@ def settings_from(args: argparse.Namespace) -> Settings:
         kv_budget=args.kv_budget, max_running=args.max_running, max_queued=args.max_queued, prefill_rows=args.prefill_rows, window=args.window,
         deadline=args.deadline, default_max_tokens=args.default_max_tokens, pool_capacity=args.pool_capacity, pool_bytes=args.pool_bytes,
         auto_prefix=args.auto_prefix, pool_file=args.pool_file, key_file=args.keys, max_body_bytes=args.max_body,
-        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout, idle_seconds=args.idle_timeout,
+        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout, write_seconds=args.write_timeout, idle_seconds=args.idle_timeout,
         shutdown_grace=args.shutdown_grace, log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
     )  # fmt: skip
 
@@ -106,4 +110,4 @@ def run(args: argparse.Namespace) -> int:
 
     server.startup = startup  # type: ignore[method-assign]
     server.run()
-    return 0 if server.started else 1
+    return 0 if server.succeeded else 1

@@ -34,15 +34,22 @@ class DrainingServer(uvicorn.Server):
         draining = None if engine is None else asyncio.create_task(engine.drain(self._grace))
         await super().shutdown(sockets)  # waits for connections, which the draining ends
         if draining is not None:
-            await draining
+            if self.force_exit:  # a second SIGINT: whoever sent it wants no grace
+                draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
         self._captured_signals.clear()  # uvicorn would send itself the signal again; an end that was asked for is a success
+
+    @property
+    def succeeded(self) -> bool:
+        """Once it has run: whether it listened, ended in order, and saved what it was to save."""
+        return self.started and not self.force_exit and not self._service.lost_pool
 
 
 def make_server(settings: Settings, host: str, port: int, **options: Any) -> DrainingServer:
     """A server that is ready to run."""
     app = create_app(settings)
     config = uvicorn.Config(
-        app, host, port, http=limited_protocol(settings.max_connections, settings.header_seconds), ws="none", lifespan="on", log_config=None,
+        app, host, port, http=limited_protocol(settings.max_connections, settings.header_seconds, settings.write_seconds), ws="none", lifespan="on", log_config=None,
         access_log=False, server_header=False, timeout_keep_alive=int(settings.idle_seconds), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=int(settings.shutdown_grace) + 10, **options,
     )  # fmt: skip
