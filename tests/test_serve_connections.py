@@ -1,4 +1,4 @@
-"""Connections whose other end behaves badly: takes nothing, sends far ahead, speaks an older HTTP; and large texts beside which others are answered."""
+"""Connections whose other end takes nothing, sends far ahead or speaks an older HTTP; large texts beside which others are answered."""
 
 import json
 import socket

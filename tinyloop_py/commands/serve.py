@@ -63,7 +63,8 @@ def settings_from(args: argparse.Namespace) -> Settings:
         raise ValueError(f"--host {args.host} can be reached from other machines: give --keys FILE, or --no-auth if everybody may use it")
     least = {
         "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0, "default_max_tokens": 1, "pool_capacity": 1,
-        "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1, "body_timeout": 0.1, "write_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
+        "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1, "body_timeout": 0.1, "write_timeout": 0.1, "idle_timeout": 1,
+        "shutdown_grace": 0,
     }  # fmt: skip
     for name, value in least.items():
         if not getattr(args, name) >= value:
@@ -81,8 +82,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
         kv_budget=args.kv_budget, max_running=args.max_running, max_queued=args.max_queued, prefill_rows=args.prefill_rows, window=args.window,
         deadline=args.deadline, default_max_tokens=args.default_max_tokens, pool_capacity=args.pool_capacity, pool_bytes=args.pool_bytes,
         auto_prefix=args.auto_prefix, pool_file=args.pool_file, key_file=args.keys, max_body_bytes=args.max_body,
-        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout, write_seconds=args.write_timeout, idle_seconds=args.idle_timeout,
-        shutdown_grace=args.shutdown_grace, log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
+        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout,
+        write_seconds=args.write_timeout, idle_seconds=args.idle_timeout, shutdown_grace=args.shutdown_grace,
+        log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
     )  # fmt: skip
 
 

@@ -48,8 +48,9 @@ class DrainingServer(uvicorn.Server):
 def make_server(settings: Settings, host: str, port: int, **options: Any) -> DrainingServer:
     """A server that is ready to run."""
     app = create_app(settings)
+    protocol = limited_protocol(settings.max_connections, settings.header_seconds, settings.write_seconds)
     config = uvicorn.Config(
-        app, host, port, http=limited_protocol(settings.max_connections, settings.header_seconds, settings.write_seconds), ws="none", lifespan="on", log_config=None,
+        app, host, port, http=protocol, ws="none", lifespan="on", log_config=None,
         access_log=False, server_header=False, timeout_keep_alive=int(settings.idle_seconds), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=int(settings.shutdown_grace) + 10, **options,
     )  # fmt: skip

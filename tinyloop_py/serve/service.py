@@ -109,7 +109,7 @@ class Service:
             automatic = self.pool_file.load(model, pool)
         except (OSError, ValueError, RuntimeError) as error:
             text = "the pool file is not used, and stays as it is: this run's pool is not saved; move the file away, or name another (%s)"
-            logger.warning(text, error)
+            logger.warning(text, str(error))  # the error itself would hold what was loaded
             return []
         self.pool = pool
         return automatic
