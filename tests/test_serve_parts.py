@@ -207,6 +207,23 @@ def test_bodies_that_are_json(value):
         assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
 
 
+def test_a_body_of_very_many_lists_is_refused_and_brackets_in_a_text_are_not_counted():
+    pytest.importorskip("fastapi")
+    from tinyloop_py.serve.strict_body import MAX_CONTAINERS, parse
+
+    for unit in ("[]", "{}", '["]"]', '{"\\\\": "}"}'):
+        assert len(parse(("[" + ", ".join([unit] * 100) + "]").encode())) == 100
+        for body in ([unit] * MAX_CONTAINERS, ['"a', *[unit] * MAX_CONTAINERS], ["]", *[unit] * MAX_CONTAINERS]):
+            with pytest.raises(ServeError) as raised:
+                parse(("[" + ", ".join(body) + "]").encode())
+            assert raised.value.status == 400
+    texts = ["[" * 200_000, '"{' * 100_000, "\\[" * 100_000, "\\\"" * 50_000 + "[" * 100_000, "\n[" * 100_000]
+    assert parse(json.dumps(texts).encode()) == texts
+    for unfinished in (b'"' + b'\\"[' * 100_000, b'["' + b"[" * 100_000 + b"\\", b'"' * 3 + b"[" * 100_000):
+        with pytest.raises(ServeError):
+            parse(unfinished)
+
+
 def test_bytes_of_tokens_join_to_those_of_the_text():
     tokenizer = byte_tokenizer()
     tokens = TokenText(tokenizer)
