@@ -13,6 +13,14 @@ from .generate import DEMO, add_model_options
 if TYPE_CHECKING:
     from ..serve.settings import Settings
 
+MOST_PORT = 65535
+MOST = 1 << 53  # of numbers and seconds: "inf" is a typo as much as "nan" is
+LEAST = {
+    "port": 0, "max_seq_len": 1, "threads": 1, "kv_budget": 1, "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0,
+    "default_max_tokens": 1, "pool_capacity": 1, "pool_bytes": 1, "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1,
+    "body_timeout": 0.1, "write_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
+}  # fmt: skip
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
@@ -61,14 +69,10 @@ def settings_from(args: argparse.Namespace) -> Settings:
 
     if args.host_is_open and not args.keys and not args.no_auth:
         raise ValueError(f"--host {args.host} can be reached from other machines: give --keys FILE, or --no-auth if everybody may use it")
-    least = {
-        "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0, "default_max_tokens": 1, "pool_capacity": 1,
-        "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1, "body_timeout": 0.1, "write_timeout": 0.1, "idle_timeout": 1,
-        "shutdown_grace": 0,
-    }  # fmt: skip
-    for name, value in least.items():
-        if not getattr(args, name) >= value:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected {value} or more")
+    for name, least in LEAST.items():
+        value, most = getattr(args, name), MOST_PORT if name == "port" else MOST
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected {least} to {most}")
     if args.model == DEMO:
         import tinyloop_py as tl
 
@@ -108,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
     async def startup(sockets: object = None) -> None:
         await started(sockets=None)
         ports = [s.getsockname()[1] for one in server.servers for s in one.sockets]
-        print(json.dumps({"listening": f"http://{args.host}:{ports[0] if ports else args.port}"}), flush=True)
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(json.dumps({"listening": f"http://{host}:{ports[0] if ports else args.port}"}), flush=True)
 
     server.startup = startup  # type: ignore[method-assign]
     server.run()
