@@ -10,7 +10,7 @@ import pytest
 for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
-from serving import JSON, NAME, ask, byte_tokenizer, server_here, wait_until
+from serving import JSON, NAME, ask, byte_tokenizer, server_here, server_process, wait_until
 
 from tinyloop_py.serve import beside, service
 from tinyloop_py.serve.write_watch import WatchedTransport
@@ -208,6 +208,15 @@ def test_a_chunked_body_without_end_is_refused_at_its_limit():
         except ConnectionError:
             pass
         assert received(connection).startswith(b"HTTP/1.1 413")
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error():
+    with server_process() as (url, process):
+        for sent in (10, 200):
+            with connect(url) as connection:
+                connection.sendall(post(TEXT, {"model": NAME, "prompt": "a" * 1000})[:-sent])
+        wait_until(lambda: process.log.read_text().count('"status": 499') == 2, "both are written down")
+        assert '"level": "error"' not in process.log.read_text()
 
 
 # ---- large texts
