@@ -166,6 +166,23 @@ def test_a_signal_ends_streams_after_its_grace():
         assert process.wait(60) == 0
 
 
+def test_a_second_signal_ends_the_grace_in_order():
+    path = scratch("hurried-pool")
+    with server_process("--shutdown-grace", "1000", "--write-timeout", "1000", "--max-seq-len", "16384", "--pool-file", str(path)) as (url, process):
+        assert ask(url, "/v1/prefixes", {"tokens": [5, 6, 7]}).status == 200
+        body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 16000, "ignore_eos": True, "stream": True, "loops": 4}).encode()
+        unread, connection = (raw(url, head_of(CHAT, body), keep=True) for _ in range(2))
+        data = connection.recv(1000)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "Shutting down" in process.log.read_text(), "the first signal is seen")
+        process.send_signal(signal.SIGTERM)
+        while chunk := connection.recv(65536):
+            data += chunk
+        assert b"shutting_down" in data and b"[DONE]" not in data
+        assert process.wait(60) == 0 and path.exists()
+        unread.close()
+
+
 def test_a_model_that_cannot_be_loaded_is_reported():
     path = scratch("broken.tinyloop")
     path.write_bytes(tiny_model().read_bytes()[:1000])
