@@ -1,6 +1,8 @@
 """Engine without HTTP: answers are those of generate, whatever their company; and what ends early leaves nothing behind."""
 
 import asyncio
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from engine_runs import GREEDY, ask, plain, prompt, run
 from serving import CONFIG, tiny_model
 
 import tinyloop_py as tl
-from tinyloop_py.serve import Engine, GenerationRequest
+from tinyloop_py.serve import Engine, GenerationRequest, runner
 
 
 @pytest.fixture
@@ -143,10 +145,22 @@ def test_stop_strings_end_an_output_and_are_not_shown(model):
     assert sum(len(piece.tokens) for piece in pieces) < 40
 
 
-def test_cancelling_frees_everything_within_two_steps(model):
+def counted_steps(monkeypatch):
+    """A list that grows by the number of rows at every step, when the worker takes it."""
+    steps, real = [], runner.step_generations
+
+    def counting(generations, rows):
+        steps.append(len(generations))
+        return real(generations, rows)
+
+    monkeypatch.setattr(runner, "step_generations", counting)
+    return steps
+
+
+def test_cancelling_frees_everything_within_two_steps(model, monkeypatch):
+    steps = counted_steps(monkeypatch)
+
     async def work(engine):
-        steps = []
-        engine.on_turn = lambda seconds, n_rows: steps.append(n_rows)
         stream = engine.submit(ask(20, 400))
         async for _ in stream:
             stream.cancel()
@@ -154,12 +168,45 @@ def test_cancelling_frees_everything_within_two_steps(model):
             break
         while engine.n_running:
             await asyncio.sleep(0.001)
-        assert len(steps) - n <= 2 and [piece async for piece in stream] == []
+        assert 1 <= n < 400 and len(steps) - n <= 2 and [piece async for piece in stream] == []
         assert model.kv_nbytes == 0
         [output] = await engine.submit(ask(20, 5)).collect()
         return output.tokens
 
     assert run(model, work) == plain(model, ask(20, 5))
+
+
+def test_turns_follow_each_other_unless_the_event_loop_calls(model, monkeypatch):
+    """The worker does not wait for the event loop between two tokens, yet who comes new, or asks for the lock, waits for one turn at most."""
+    monkeypatch.setattr(runner, "STRETCH_SECONDS", 3600.0)
+    steps, real, gate = [], runner.step_generations, threading.Event()
+
+    def stepping(generations, rows):
+        steps.append(len(generations))
+        if len(steps) == 8:
+            gate.wait(60)
+        return real(generations, rows)
+
+    monkeypatch.setattr(runner, "step_generations", stepping)
+
+    async def work(engine):
+        first = engine.submit(ask(20, 400))
+        await first.__anext__()
+        for _ in range(3000):  # the event loop does nothing meanwhile
+            if len(steps) == 8:
+                break
+            time.sleep(0.01)
+        assert len(steps) == 8
+        second = engine.submit(ask(20, 5))
+        dropped = asyncio.ensure_future(engine.discard(None, [1, 2, 3], 2))
+        await asyncio.sleep(0)
+        gate.set()
+        assert not await dropped
+        [output] = await second.collect()
+        assert steps[8] == 2 and output.tokens == plain(model, ask(20, 5))
+        first.cancel()
+
+    run(model, work, tl.PrefixPool(4), max_running=2)
 
 
 def test_cancelling_while_queued_or_in_a_prompt(model):

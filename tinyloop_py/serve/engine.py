@@ -73,7 +73,7 @@ class Engine:
         self.on_turn: Callable[[float, int], None] = lambda seconds, n_rows: None
         self._runner = Runner(model, pool, self.auto, window=window, prefill_rows=prefill_rows)
         self._wake = asyncio.Event()
-        self._requests = Admission(max_running, self._wake.set)
+        self._requests = Admission(max_running, self._call)
         self._prefixes = PrefixTasks(max_running)
         self._draining = self._closing = False
         self._failure: str | None = None
@@ -93,7 +93,7 @@ class Engine:
         """End everything: requests that are not done get an error, the worker's thread ends. Idempotent."""
         self._draining = self._closing = True
         self._fail_all(shutting_down())
-        self._wake.set()
+        self._call()
         if self._loop_task is not None:
             await asyncio.wait((self._loop_task,), timeout=self.stall_seconds)
             if not self._loop_task.done():  # a turn that never ends: its thread is left behind
@@ -192,7 +192,7 @@ class Engine:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = PrefixTask(tenant, namespace, loops, tokens, pin, done=done)
         self._prefixes.add(task)
-        self._wake.set()
+        self._call()
         try:
             await asyncio.wait_for(done, self.deadline)
         except asyncio.TimeoutError:
@@ -210,6 +210,7 @@ class Engine:
             return False
         if (problem := self.problem) is not None:  # a turn that never ends holds the lock
             raise engine_down(problem)
+        self._runner.called = True
         async with self.lock:
             found = self.pool.discard(self.model, tokens, loops, window, namespace=namespace)
             if self.auto is not None:
@@ -221,16 +222,16 @@ class Engine:
     async def _run(self) -> None:
         assert self._worker is not None
         while not self._closing:
+            self._runner.called = False
             admitted = self._requests.admit(self._prefixes.keeping)
             if not (admitted or self.n_running or len(self._prefixes)):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             tasks = self._prefixes.take()
-            begin = time.perf_counter()
             try:
                 async with self.lock:
-                    result = await self._watched(partial(self._runner.turn, admitted, tasks))
+                    result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._report))
             except WorkerDied as error:
                 self._die(str(error))
                 return
@@ -239,8 +240,17 @@ class Engine:
                 await self._reset(error, tasks)
                 continue
             self._settle(result)
-            self.on_turn(time.perf_counter() - begin, result.n_rows)
             del result, admitted, tasks  # while nothing is to do, nothing is held
+
+    def _report(self, result: TurnResult) -> None:
+        """From the worker: a turn's result, where the next one runs already."""
+        assert self._worker is not None
+        self._worker.tell(self._settle, result)
+
+    def _call(self) -> None:
+        """Have the loop look at the queue again, after the turn that runs."""
+        self._runner.called = True
+        self._wake.set()
 
     async def _watched(self, turn: Callable[[], TurnResult]) -> TurnResult:
         """A turn's result; if it takes too long, all that wait are told, and what it gives in the end is theirs no more."""
@@ -270,6 +280,7 @@ class Engine:
             self._prefixes.add(task)
         for task in result.prefixes:
             self._prefixes.end(task)
+        self.on_turn(result.seconds, result.n_rows)
 
     # ---- ends
 

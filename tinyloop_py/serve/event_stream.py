@@ -18,6 +18,7 @@ from .errors import ServeError
 T = TypeVar("T")
 PING = b": ping\n\n"  # a comment, which keeps proxies from closing a silent connection
 DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class ClientGone(Exception):
@@ -26,7 +27,7 @@ class ClientGone(Exception):
 
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(body).encode() + b"\n\n"
 
 
 async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -71,6 +71,12 @@ class TurnResult:
     prefixes: list[PrefixTask] = field(default_factory=list)  # in the pool, or failed
     keeps: list[PrefixTask] = field(default_factory=list)  # automatic ones to begin
     n_rows: int = 0  # outputs that took a step
+    seconds: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing that the event loop decides on: pieces at most."""
+        return not (self.failed or self.ended or self.deferred or self.prefixes or self.keeps)
 
 
 def as_serve_error(error: BaseException) -> ServeError:

@@ -1,13 +1,16 @@
 """The worker's side of an engine: what is at work in the model, and one turn of it.
 
 A turn is short: at most one step of a prefix that is being built and one step of the model for all running outputs. So a long
-prompt never stands in the way of others for longer than its bounded steps do.
+prompt never stands in the way of others for longer than its bounded steps do. While nobody comes, goes or calls, turns follow each
+other in a stretch: the event loop hands on what one drew while the next one runs.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,10 +28,17 @@ if TYPE_CHECKING:
     from ..model import Model
 
 logger = logging.getLogger("tinyloop.serve")
+STRETCH_SECONDS = 0.05  # then whoever waits for the engine's lock has his turn
 
 
 class Runner:
-    """Jobs and prefix tasks at work. Every method runs in the worker thread."""
+    """Jobs and prefix tasks at work. Every method runs in the worker thread.
+
+    Attributes
+    ----------
+    called : bool
+        Set by the event loop where it wants the worker back after the turn that runs.
+    """
 
     def __init__(self, model: Model, pool: PrefixPool | None, auto: AutoPrefixes | None, *, window: int = 0, prefill_rows: int = 128) -> None:
         self.model = model
@@ -39,10 +49,20 @@ class Runner:
         self._building: deque[Job | PrefixTask] = deque()
         self._running: list[Job] = []
         self._n_steps = 0
+        self.called = False
+
+    def stretch(self, admitted: list[Job], tasks: list[PrefixTask], report: Callable[[TurnResult], None]) -> TurnResult:
+        """A turn, and further ones while all goes on as it is; `report` is given the result of every one but the last."""
+        end = time.perf_counter() + STRETCH_SECONDS
+        result = self.turn(admitted, tasks)
+        while result.is_plain and (self._running or self._building) and not self.called and time.perf_counter() < end:
+            report(result)
+            result = self.turn([], [])
+        return result
 
     def turn(self, admitted: list[Job], tasks: list[PrefixTask]) -> TurnResult:
         """Takes in what is new, drops what was cancelled, and takes a step of each kind."""
-        result = TurnResult()
+        result, begin = TurnResult(), time.perf_counter()
         self._drop_cancelled(result)
         for job in admitted:
             self._admit(job, result)
@@ -50,6 +70,7 @@ class Runner:
             self._begin(task, result)
         self._build_step(result)
         self._step(result)
+        result.seconds = time.perf_counter() - begin
         return result
 
     def abort(self) -> None:

@@ -69,17 +69,17 @@ class Worker:
                 except Exception as raised:
                     result, error = None, raised
                 self._began_at = None
-                self._tell(_settle, future, result, error)
+                self.tell(_settle, future, result, error)
                 del call, function, future, result, error
         except BaseException:  # a killed thread ends quietly; those who wait are told
             pass
         finally:
             self._dead = True
             self._began_at = None
-            self._tell(self._fail_waiting)
+            self.tell(self._fail_waiting)
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Have the event loop run it."""
+    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        """From the thread: have the event loop run it, before it sees the result of the call that tells."""
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(function, *arguments)
