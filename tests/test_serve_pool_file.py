@@ -37,6 +37,7 @@ def fill(url, key=None):
     assert chat(url, system=SYSTEM, key=key).status == 200
     body = {"model": NAME, "prompt": [42] * 30 + [9], "max_tokens": 2, "ignore_eos": True}
     assert ask(url, "/v1/completions", body, key=key).json["usage"]["prompt_tokens_details"]["cached_tokens"] == 30
+    ask(url, "/v1/completions", {**body, "prompt": [9]}, key=key)  # too short to be kept, and waits until the turn before it is
     return listed(url, key)
 
 
