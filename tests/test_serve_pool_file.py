@@ -20,7 +20,7 @@ from serving import NAME, SYSTEM, ask, chat, server_here, server_process, tiny_m
 
 import tinyloop_py as tl
 from tinyloop_py.saved_pool import save_pool
-from tinyloop_py.serve import Engine, pool_file
+from tinyloop_py.serve import Engine, folder_lock, pool_file
 from tinyloop_py.serve.tenants import add_key
 
 
@@ -159,6 +159,18 @@ def test_of_two_servers_on_one_file_the_second_to_end_writes_nothing_over(tmp_pa
     assert os.listdir(tmp_path) == ["pool"]
 
 
+def test_a_pool_file_that_was_moved_away_is_saved_anew(tmp_path):
+    path = tmp_path / "pool"
+    with server_here(pool_file=str(path), max_seq_len=512) as (url, _):
+        assert ask(url, "/v1/prefixes", {"tokens": [5] * 20}).status == 200
+    with server_process("--pool-file", str(path), "--max-seq-len", "512") as (url, process):
+        before = listed(url)
+        path.rename(tmp_path / "old")
+        end(process, 0)
+    with server_here(pool_file=str(path), max_seq_len=512) as (url, _):
+        assert listed(url) == before
+
+
 def test_servers_that_end_together_save_one_pool_whole(tmp_path):
     path = tmp_path / "pool"
     options = ("--pool-file", str(path), "--max-seq-len", "512")
@@ -207,7 +219,7 @@ def test_a_place_where_no_pool_can_be_saved_is_refused_at_the_start(tmp_path, ca
 
 def test_a_folder_that_others_keep_locked_is_an_error_in_the_log(tmp_path, monkeypatch, caplog):
     fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(pool_file, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(folder_lock, "LOCK_SECONDS", 0.1)
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     try:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +14,13 @@ from ..pool import PrefixPool
 from ..pool_report import PrefixEntry
 from ..saved_pool import fill_pool, save_pool
 from ..strict_json import load_object
+from .folder_lock import locked_folder
 from .prefix_id import prefix_id
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # not a POSIX system: saves are not kept apart
-    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from ..model import Model
 
 logger = logging.getLogger("tinyloop.serve")
-LOCK_SECONDS = 60.0
 _Identity = tuple[int, int, int] | None  # of a file's content; None where there is none
 
 
@@ -60,8 +53,8 @@ class PoolFile:
     def save(self, pool: PrefixPool, automatic: Sequence[str]) -> bool:
         """Write the pool, and the ids of its automatic entries; whether it was done. What is wrong goes to the log."""
         try:
-            with _alone(os.path.dirname(os.path.realpath(self.path))):
-                if _identity(self.path) != self._loaded:
+            with locked_folder(os.path.dirname(os.path.realpath(self.path))):
+                if _identity(self.path) not in (None, self._loaded):
                     logger.error("the pool is not saved: %s has changed since the start, by another server perhaps", self.path)
                     return False
                 save_pool(pool, self.path, json.dumps({"automatic": list(automatic)}))
@@ -96,27 +89,3 @@ def _identity(path: str) -> _Identity:
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-@contextlib.contextmanager
-def _alone(folder: str) -> Iterator[None]:
-    """One server at a time saves into a folder, so that two that end together do not write over each other."""
-    if fcntl is None:
-        yield
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        end = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"another process has kept {folder} locked for {LOCK_SECONDS:g} s") from None
-                time.sleep(0.05)
-            except OSError:  # a file system without locks
-                break
-        yield
-    finally:
-        os.close(fd)
