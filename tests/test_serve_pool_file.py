@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 
@@ -194,6 +195,16 @@ def test_a_save_that_fails_is_told_and_leaves_the_old_file(tmp_path):
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         assert "the pool is not saved" in end(process, 1)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["pool"]
+
+
+def test_a_new_pool_file_is_its_owners_alone_and_an_old_one_keeps_its_permissions(tmp_path):
+    path = tmp_path / "pool"
+    for before, after in ((None, 0o600), (0o640, 0o640)):
+        if before is not None:
+            path.chmod(before)
+        with server_here(pool_file=str(path), max_seq_len=512):
+            pass
+        assert stat.S_IMODE(path.stat().st_mode) == after
 
 
 def test_a_server_that_is_killed_leaves_its_last_saved_pool(tmp_path):

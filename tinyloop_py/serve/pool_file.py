@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,8 @@ class PoolFile:
                 if _identity(self.path) not in (None, self._loaded):
                     logger.error("the pool is not saved: %s has changed since the start, by another server perhaps", self.path)
                     return False
-                save_pool(pool, self.path, json.dumps({"automatic": list(automatic)}))
+                with _private():
+                    save_pool(pool, self.path, json.dumps({"automatic": list(automatic)}))
         except (OSError, ValueError, RuntimeError) as error:
             logger.error("the pool is not saved: %s", error)
             return False
@@ -81,6 +83,16 @@ def _parse(notes: str | None) -> list[str]:
     if set(fields) != {"automatic"} or not isinstance(automatic, list) or not all(isinstance(name, str) for name in automatic):
         raise FormatError("the server's notes are not a list of its automatic prefixes")
     return automatic
+
+
+@contextlib.contextmanager
+def _private() -> Iterator[None]:
+    """New files are their owner's alone: a pool holds what its tenants wrote."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def _identity(path: str) -> _Identity:
