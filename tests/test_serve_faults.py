@@ -163,6 +163,67 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(model):
     asyncio.run(main())
 
 
+def test_registrations_wait_in_turn_and_too_many_are_refused(model):
+    async def work(engine):
+        builds = [asyncio.ensure_future(engine.register(tenant, tenant, prompt(200, seed))) for seed, tenant in enumerate("aab")]
+        await asyncio.sleep(0)
+        assert len(engine._prefixes) == 3 and engine._prefixes.n_waiting == 3
+        with pytest.raises(ServeError) as raised:
+            await engine.register("b", "b", prompt(200, 3))
+        assert raised.value.status == 429 and int(raised.value.headers()["retry-after"]) >= 1
+        ended = []
+        for build, name in zip(builds, ("a0", "a1", "b2"), strict=True):
+            build.add_done_callback(lambda _, name=name: ended.append(name))
+        assert await asyncio.gather(*builds) == [0, 0, 0]
+        assert ended == ["a0", "b2", "a1"] and len(engine._prefixes) == 0  # one at a time, tenants taking turns
+
+    run(model, work, tl.PrefixPool(4), max_running=1, max_queued=3)
+
+
+def test_a_registration_has_the_deadline_of_requests(model):
+    async def work(engine):
+        builds = [asyncio.ensure_future(engine.register("t", "t", prompt(400, seed))) for seed in range(2)]
+        for build in builds:
+            with pytest.raises(ServeError, match="deadline") as raised:
+                await build
+            assert raised.value.status == 504
+        while len(engine._prefixes):
+            await asyncio.sleep(0.001)
+        assert engine.pool.size() == 0
+        engine.deadline = None
+        assert await engine.register("t", "t", prompt(40)) == 0
+
+    run(model, work, tl.PrefixPool(4), max_running=1, deadline=0.003)
+
+
+def test_a_registration_whose_client_leaves_while_it_waits_never_runs(model):
+    async def work(engine):
+        first, second = (asyncio.ensure_future(engine.register("t", "t", prompt(400, seed))) for seed in range(2))
+        while engine._prefixes.n_waiting != 1:
+            await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert engine._prefixes.n_waiting == 0 and len(engine._prefixes) == 1
+        assert await first == 0 and engine.pool.size() == 1
+
+    run(model, work, tl.PrefixPool(4), max_running=1)
+
+
+def test_the_end_is_told_to_registrations_too(model):
+    async def main():
+        async with Engine(model, tl.PrefixPool(4), max_running=1) as engine:
+            builds = [asyncio.ensure_future(engine.register("t", None, prompt(400, seed))) for seed in range(2)]
+            await asyncio.sleep(0)
+            await engine.drain(0)
+            for build in builds:
+                with pytest.raises(ServeError, match="shutting down") as raised:
+                    await asyncio.wait_for(build, 20)
+                assert raised.value.status == 503
+
+    asyncio.run(main())
+    assert model.kv_nbytes == 0
+
+
 def test_a_stuck_worker_fails_all_that_wait_and_serves_again_when_it_comes_back(model, monkeypatch):
     from tinyloop_py.serve import runner
 

@@ -6,7 +6,6 @@ import http.client
 import json
 import signal
 import socket
-import time
 
 import pytest
 
@@ -14,6 +13,8 @@ for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import JSON, NAME, ask, chat, is_error, scratch, server_here, server_process, tiny_model, wait_until
+
+from tinyloop_py.cli import main
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -150,7 +151,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests():
         while chunk := connection.recv(65536):
             data += chunk
         assert b"data: [DONE]" in data and b'"length"' in data
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_a_signal_ends_streams_after_its_grace():
@@ -158,12 +159,28 @@ def test_a_signal_ends_streams_after_its_grace():
         body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 16000, "ignore_eos": True, "stream": True}).encode()
         connection = raw(url, head_of(CHAT, body), keep=True)
         data = connection.recv(1000)
-        begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         while chunk := connection.recv(65536):
             data += chunk
         assert b"shutting_down" in data and b"[DONE]" not in data
-        assert process.wait(20) == 0 and time.monotonic() - begin < 30
+        assert process.wait(60) == 0
+
+
+def test_a_second_signal_ends_the_grace_in_order():
+    path = scratch("hurried-pool")
+    with server_process("--shutdown-grace", "1000", "--write-timeout", "1000", "--max-seq-len", "16384", "--pool-file", str(path)) as (url, process):
+        assert ask(url, "/v1/prefixes", {"tokens": [5, 6, 7]}).status == 200
+        body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 16000, "ignore_eos": True, "stream": True, "loops": 4}).encode()
+        unread, connection = (raw(url, head_of(CHAT, body), keep=True) for _ in range(2))
+        data = connection.recv(1000)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "Shutting down" in process.log.read_text(), "the first signal is seen")
+        process.send_signal(signal.SIGTERM)
+        while chunk := connection.recv(65536):
+            data += chunk
+        assert b"shutting_down" in data and b"[DONE]" not in data
+        assert process.wait(60) == 0 and path.exists()
+        unread.close()
 
 
 def test_a_model_that_cannot_be_loaded_is_reported():
@@ -254,6 +271,23 @@ def test_every_loopback_address_is_this_machines_own(url):
     for host in ("", "[", "[]", "128.0.0.1", "127.0.0.1.evil.example", "localhost.evil.example", "0.0.0.0", f"192.168.0.1:{port}", "::1"):
         answer = raw(url, f"GET /health HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
         assert answer.startswith((b"HTTP/1.1 403", b"HTTP/1.1 400")), (host, answer)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("port", "70000"), ("port", "-1"), ("idle-timeout", "inf"), ("deadline", "nan"), ("shutdown-grace", "inf"), ("write-timeout", "0"),
+        ("threads", "0"), ("max-seq-len", "0"), ("kv-budget", "-1"), ("pool-bytes", "0"), ("prefill-rows", "15"), ("max-queued", "9" * 30),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_are_refused_at_once(capsys, option, value):
+    assert main(["serve", str(tiny_model()), f"--{option}", value]) == 1
+    assert f"--{option} is" in capsys.readouterr().err
+
+
+def test_the_address_of_an_ipv6_host_is_one():
+    with server_process("--host", "::1") as (url, _):
+        assert url.startswith("http://[::1]:") and ask(url, "/health").status == 200
 
 
 def test_health_answers_head(url):

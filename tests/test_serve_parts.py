@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import stat
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -93,6 +95,25 @@ def test_keys_are_kept_as_hashes_and_name_their_tenant(capsys):
         with pytest.raises(ServeError) as raised:
             tenants.find(header)
         assert raised.value.status == 401
+
+
+def test_a_key_file_keeps_its_permissions_and_the_link_that_leads_to_it(tmp_path):
+    path, link = tmp_path / "keys.json", tmp_path / "link.json"
+    add_key(path, "a", {})
+    path.chmod(0o640)
+    link.symlink_to(path)
+    key = add_key(link, "b", {})
+    assert link.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o640 and Tenants.load(path).find(f"Bearer {key}").name == "b"
+    assert sorted(os.listdir(tmp_path)) == ["keys.json", "link.json"]
+
+
+def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path):
+    path = tmp_path / "keys.json"
+    command = [sys.executable, "-m", "tinyloop_py.cli", "key", str(path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    adding = [subprocess.Popen([*command, f"tenant{i}"], stdout=subprocess.PIPE, text=True, env=env) for i in range(4)]
+    keys = [process.communicate(timeout=60)[0].strip() for process in adding]
+    assert [Tenants.load(path).find(f"Bearer {key}").name for key in keys] == [f"tenant{i}" for i in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +226,23 @@ def test_bodies_that_are_json(value):
 
     for ascii_only in (True, False):
         assert parse(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+def test_a_body_of_very_many_lists_is_refused_and_brackets_in_a_text_are_not_counted():
+    pytest.importorskip("fastapi")
+    from tinyloop_py.serve.strict_body import MAX_CONTAINERS, parse
+
+    for unit in ("[]", "{}", '["]"]', '{"\\\\": "}"}'):
+        assert len(parse(("[" + ", ".join([unit] * 100) + "]").encode())) == 100
+        for body in ([unit] * MAX_CONTAINERS, ['"a', *[unit] * MAX_CONTAINERS], ["]", *[unit] * MAX_CONTAINERS]):
+            with pytest.raises(ServeError) as raised:
+                parse(("[" + ", ".join(body) + "]").encode())
+            assert raised.value.status == 400
+    texts = ["[" * 200_000, '"{' * 100_000, "\\[" * 100_000, '\\"' * 50_000 + "[" * 100_000, "\n[" * 100_000]
+    assert parse(json.dumps(texts).encode()) == texts
+    for unfinished in (b'"' + b'\\"[' * 100_000, b'["' + b"[" * 100_000 + b"\\", b'"' * 3 + b"[" * 100_000):
+        with pytest.raises(ServeError):
+            parse(unfinished)
 
 
 def test_bytes_of_tokens_join_to_those_of_the_text():

@@ -39,9 +39,9 @@ def check_replaceable(path: PathLike) -> None:
 class AtomicFile:
     """A new file of a known size, written anywhere in any order, that replaces `path` on `commit`.
 
-    It lies beside `path` under a temporary name, with its space reserved at once, so that a full disk shows before any
-    work is done. Until `commit` returns, what `path` held stays as it was; `abort`, or leaving the ``with`` block
-    without `commit`, removes the temporary file.
+    It lies beside `path` without a name (where the file system has such files, else under a temporary one), with its space
+    reserved at once, so that a full disk shows before any work is done. Until `commit` returns, what `path` held stays as it
+    was; `abort`, leaving the ``with`` block without `commit`, or a killed process removes the new file.
 
     Raises
     ------
@@ -57,7 +57,10 @@ class AtomicFile:
             raise FileNotFoundError(errno.ENOENT, "the folder to write into does not exist", os.path.dirname(self.path) or folder)
         check_replaceable(self.path)
         self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
-        self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        self._fd = _open_nameless(folder)
+        self._nameless = self._fd >= 0
+        if not self._nameless:
+            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             if os.path.exists(self._target):  # no reader more than before
                 os.fchmod(self._fd, stat.S_IMODE(os.stat(self._target).st_mode))
@@ -82,6 +85,8 @@ class AtomicFile:
     def commit(self) -> None:
         """Bring the file to disk and give it its name."""
         os.fsync(self._fd)
+        if self._nameless:
+            os.link(_by_fd(self._fd), self._temporary, src_dir_fd=self._fd)  # with a folder, os.link follows the link that the path is
         os.close(self._fd)
         self._fd = -1
         check_replaceable(self._target)  # hours may have passed since the first check
@@ -105,6 +110,24 @@ class AtomicFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abort()
+
+
+def _open_nameless(folder: str) -> int:
+    """A file that is gone when it is closed unless it gets a name; -1 where there is no such thing."""
+    if not hasattr(os, "O_TMPFILE"):
+        return -1
+    try:
+        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return -1
+    if os.path.exists(_by_fd(fd)):
+        return fd
+    os.close(fd)  # without /proc nothing could give it a name
+    return -1
+
+
+def _by_fd(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
 
 
 def _reserve(fd: int, nbytes: int) -> None:

@@ -32,7 +32,7 @@ cdef extern from *:
     #else
     #define tl_relax() ((void)0)
     #endif
-    static int tl_spin(const volatile unsigned long long *place, unsigned serial, int n) {
+    static int tl_spin(const volatile uint64_t *place, unsigned serial, int n) {
       for (int i = 0; i < n; i++) {
         if ((unsigned)(__atomic_load_n(place, __ATOMIC_ACQUIRE) >> 32) == serial) return 1;
         tl_relax();

@@ -44,7 +44,7 @@ class Restoring:
             Memory or kv_budget does not suffice; a RuntimeError.
         """
         self.check_open("load_prefix_cache")
-        _, prefixes = load_prefixes(self, path, "prefix cache", bool(rebuild))
+        _, prefixes, _ = load_prefixes(self, path, "prefix cache", bool(rebuild))
         if len(prefixes) != 1:
             raise FormatError(f"{os.fsdecode(path)}: a prefix cache's file has one entry, this one has {len(prefixes)}")
         [(tokens, prefix)] = prefixes

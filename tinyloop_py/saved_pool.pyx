@@ -12,8 +12,8 @@ from .saved_prefixes import load_prefixes, save_prefixes
 ARGUMENTS = ("capacity", "max_cached_tokens", "max_bytes", "eviction")
 
 
-def save_pool(PrefixPool pool, path):
-    """`PrefixPool.save`."""
+def save_pool(PrefixPool pool, path, notes=None):
+    """`PrefixPool.save`. `notes` is a text of the caller's that `fill_pool` gives back."""
     cdef PoolEntry entry
     held = list(pool._ledger.order)  # from here on, evictions don't matter: the entries are held
     models = {(<PoolEntry>entry).payload.store.owner() for entry in held}
@@ -24,14 +24,14 @@ def save_pool(PrefixPool pool, path):
         raise RuntimeError("the model of the pool's prefixes is gone")
     places = [{"namespace": entry.key[3], "pinned": bool(entry.pinned), "hits": entry.hits, "serial": (<PoolEntry>entry).serial} for entry in held]
     prefixes = [(entry.tokens, entry.payload) for entry in held]
-    save_prefixes(model, path, "pool", prefixes, places, {name: getattr(pool, name) for name in ARGUMENTS})
+    save_prefixes(model, path, "pool", prefixes, places, {name: getattr(pool, name) for name in ARGUMENTS}, notes)
 
 
 def load_pool(LoadedModel model, path, bint rebuild):
     """`Model.load_pool`."""
     cdef PrefixPool pool
     cdef PoolEntry entry
-    contents, prefixes = load_prefixes(model, path, "pool", rebuild)
+    contents, prefixes, _ = load_prefixes(model, path, "pool", rebuild)
     try:
         capacity = contents.pool["capacity"]
         pool = PrefixPool(capacity, **{name: contents.pool[name] for name in ARGUMENTS[1:]})
@@ -51,3 +51,21 @@ def load_pool(LoadedModel model, path, bint rebuild):
         pool._drop_model(model.model_key)
         model.check_open("load_pool")
     return pool
+
+
+def fill_pool(LoadedModel model, path, PrefixPool pool):
+    """Adds a file's entries to a pool that has arguments of its own, which may evict some; returns the notes of `save_pool`.
+
+    They are added in the order of their use, with their pins and hits. Raises what `Model.load_pool` does, or PoolFullError
+    where pinned entries alone are too many; then the pool has some of them.
+    """
+    cdef PoolEntry entry
+    contents, prefixes, notes = load_prefixes(model, path, "pool", False)
+    model._pools.add(pool)
+    for saved, (tokens, prefix) in zip(contents.entries, prefixes):
+        entry = pool._insert(model.pool_key("load_pool", saved.loops, saved.cache_window, saved.namespace), tokens, prefix, saved.pinned)
+        entry.hits = saved.hits
+    if model.closed:  # meanwhile, by another thread
+        pool._drop_model(model.model_key)
+        model.check_open("load_pool")
+    return notes

@@ -11,6 +11,12 @@ from .sequence import KvPrefix
 _Prefix = tuple[npt.NDArray[np.int32], KvPrefix]
 
 def save_prefixes(
-    model: LoadedModel | None, path: PathLike, kind: str, prefixes: list[_Prefix], places: list[dict[str, Any]], pool: dict[str, Any]
+    model: LoadedModel | None,
+    path: PathLike,
+    kind: str,
+    prefixes: list[_Prefix],
+    places: list[dict[str, Any]],
+    pool: dict[str, Any],
+    notes: str | None = None,
 ) -> None: ...
-def load_prefixes(model: LoadedModel, path: PathLike, kind: str, rebuild: bool) -> tuple[Contents, list[_Prefix]]: ...
+def load_prefixes(model: LoadedModel, path: PathLike, kind: str, rebuild: bool) -> tuple[Contents, list[_Prefix], str | None]: ...

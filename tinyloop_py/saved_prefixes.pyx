@@ -29,7 +29,7 @@ from .tensor_file import NUMPY_TYPES, TensorFile, TensorFileWriter
 cdef int64_t GROUP_NBYTES = 1 << 23  # copied at a time
 
 
-def save_prefixes(LoadedModel model, path, str kind, list prefixes, list places, dict pool):
+def save_prefixes(LoadedModel model, path, str kind, list prefixes, list places, dict pool, str notes=None):
     """Writes prefixes into a file.
 
     Parameters
@@ -39,6 +39,8 @@ def save_prefixes(LoadedModel model, path, str kind, list prefixes, list places,
     prefixes : list of (tokens, KvPrefix)
     places : list of dict
         Of each: the fields of SavedEntry that are a pool's.
+    notes
+        A text of the caller's, under a key of its own in the metadata.
     """
     cdef dict numbers = {}
     cdef dict n_valid = {}  # of partly filled pages
@@ -58,7 +60,8 @@ def save_prefixes(LoadedModel model, path, str kind, list prefixes, list places,
             for what, (dtype, shape) in canonical_page(model._engine, stage, (<Span>span).kind).items():
                 tensors[f"span.{i}.{stage}.{what}"] = (dtype, (described[i].n_pages - first, *shape))
     contents = Contents(kind, None if model is None else model._fingerprint(), described, entries, pool)
-    with TensorFileWriter(path, tensors, {"format": FORMAT, "version": VERSION, "contents": contents.to_json()}) as file:
+    text = {"format": FORMAT, "version": VERSION, "contents": contents.to_json()}
+    with TensorFileWriter(path, tensors, text if notes is None else {**text, "notes": notes}) as file:
         for i, span in enumerate(numbers):
             write_span(model._engine, file, span, described[i], i, n_valid.get(i, TL_PAGE_POSITIONS))
         for i, (tokens, prefix) in enumerate(prefixes):
@@ -132,7 +135,7 @@ def load_prefixes(LoadedModel model, path, str kind, bint rebuild):
 
     Returns
     -------
-    (Contents, list of (tokens, KvPrefix))
+    (Contents, list of (tokens, KvPrefix), notes or None)
 
     Raises
     ------
@@ -147,15 +150,16 @@ def load_prefixes(LoadedModel model, path, str kind, bint rebuild):
     try:
         with TensorFile(path, FORMAT, VERSION) as file:
             contents = read_contents(file.text.get("contents", ""), kind)
+            notes = file.text.get("notes")
             if not contents.entries:
-                return contents, []
+                return contents, [], notes
             differs = differences(contents.fingerprint, model._fingerprint())
             if differs and not (rebuild and all([part in REBUILT for part in differs])):
                 raise ValueError(refusal(path, differs))
             tokens = [read_tokens(model, file, entry, i) for i, entry in enumerate(contents.entries)]
             if differs:
-                return contents, list(zip(tokens, build_again(model._engine, contents.entries, tokens)))
-            return contents, list(zip(tokens, read_prefixes(model._engine, file, contents)))
+                return contents, list(zip(tokens, build_again(model._engine, contents.entries, tokens))), notes
+            return contents, list(zip(tokens, read_prefixes(model._engine, file, contents))), notes
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
 

@@ -13,6 +13,14 @@ from .generate import DEMO, add_model_options
 if TYPE_CHECKING:
     from ..serve.settings import Settings
 
+MOST_PORT = 65535
+MOST = 1 << 53  # of numbers and seconds: "inf" is a typo as much as "nan" is
+LEAST = {
+    "port": 0, "max_seq_len": 1, "threads": 1, "kv_budget": 1, "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0,
+    "default_max_tokens": 1, "pool_capacity": 1, "pool_bytes": 1, "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1,
+    "body_timeout": 0.1, "write_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
+}  # fmt: skip
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
@@ -47,6 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     access.add_argument("--max-connections", type=int, default=256, help="most connections at a time")
     access.add_argument("--header-timeout", type=float, default=10.0, metavar="SECONDS", help="for a request's head to arrive")
     access.add_argument("--body-timeout", type=float, default=30.0, metavar="SECONDS", help="for a request's body to arrive")
+    access.add_argument("--write-timeout", type=float, default=60.0, metavar="SECONDS", help="for a client to take some of what is sent to it")
     access.add_argument("--idle-timeout", type=float, default=75.0, metavar="SECONDS", help="for a connection to stay without a request")
     access.add_argument("--shutdown-grace", type=float, default=30.0, metavar="SECONDS", help="for streams to finish when the server stops")
     access.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
@@ -55,21 +64,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def settings_from(args: argparse.Namespace) -> Settings:
     """The settings that the options name; ValueError for those that cannot be."""
+    from ..serve.pool_file import check_pool_path
     from ..serve.settings import Settings
 
     if args.host_is_open and not args.keys and not args.no_auth:
         raise ValueError(f"--host {args.host} can be reached from other machines: give --keys FILE, or --no-auth if everybody may use it")
-    least = {
-        "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0, "default_max_tokens": 1, "pool_capacity": 1,
-        "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1, "body_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
-    }  # fmt: skip
-    for name, value in least.items():
-        if not getattr(args, name) >= value:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected {value} or more")
+    for name, least in LEAST.items():
+        value, most = getattr(args, name), MOST_PORT if name == "port" else MOST
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected {least} to {most}")
     if args.model == DEMO:
         import tinyloop_py as tl
 
         args.model, args.model_name = os.fspath(tl.demo_model()), args.model_name or DEMO
+    if args.pool_file:
+        check_pool_path(args.pool_file)
     if not os.path.exists(args.model):
         raise FileNotFoundError(f"there is no model file {args.model}")
     return Settings(
@@ -77,8 +86,9 @@ def settings_from(args: argparse.Namespace) -> Settings:
         kv_budget=args.kv_budget, max_running=args.max_running, max_queued=args.max_queued, prefill_rows=args.prefill_rows, window=args.window,
         deadline=args.deadline, default_max_tokens=args.default_max_tokens, pool_capacity=args.pool_capacity, pool_bytes=args.pool_bytes,
         auto_prefix=args.auto_prefix, pool_file=args.pool_file, key_file=args.keys, max_body_bytes=args.max_body,
-        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout, idle_seconds=args.idle_timeout,
-        shutdown_grace=args.shutdown_grace, log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
+        max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout,
+        write_seconds=args.write_timeout, idle_seconds=args.idle_timeout, shutdown_grace=args.shutdown_grace,
+        log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
     )  # fmt: skip
 
 
@@ -102,8 +112,9 @@ def run(args: argparse.Namespace) -> int:
     async def startup(sockets: object = None) -> None:
         await started(sockets=None)
         ports = [s.getsockname()[1] for one in server.servers for s in one.sockets]
-        print(json.dumps({"listening": f"http://{args.host}:{ports[0] if ports else args.port}"}), flush=True)
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        print(json.dumps({"listening": f"http://{host}:{ports[0] if ports else args.port}"}), flush=True)
 
     server.startup = startup  # type: ignore[method-assign]
     server.run()
-    return 0 if server.started else 1
+    return 0 if server.succeeded else 1

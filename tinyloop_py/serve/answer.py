@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from .access import note
+from .beside import beside
 from .errors import ServeError
 from .event_stream import DONE, ClientGone, EventStream, event, unless_gone
 from .requests import GenerationRequest, Output, Piece, Stream
@@ -71,7 +72,7 @@ class Answer:
     async def _whole(self) -> Response:
         outputs = await unless_gone(self._request, self._collect())
         self._end()
-        return JSONResponse(self._shape.whole(outputs, self._streams))
+        return await beside(self._shape.n_parts(outputs), lambda: JSONResponse(self._shape.whole(outputs, self._streams)))
 
     async def _collect(self) -> list[Output]:
         outputs = [Output(text=self._echo(index)) for index in range(sum(s.request.n for s in self._streams))]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from .prefix_id import prefix_id
+
 if TYPE_CHECKING:
     from ..model import Model
     from ..pool import PrefixPool
+    from ..pool_report import PrefixEntry
 
-Key = tuple[str | None, int | None, bytes]  # namespace, loops, tokens
+Key = tuple[str | None, int, bytes]  # namespace, loops, tokens
 
 
 @dataclass
@@ -81,6 +85,19 @@ class AutoPrefixes:
         self._n_own[tenant] = self._n_own.get(tenant, 0) + kept.n_own
         while self.n_tokens > self.max_tokens:
             self._drop(self._victim(key))
+
+    def restore(self, entries: Iterable[PrefixEntry]) -> None:
+        """Take back those that were automatic when the pool was saved, in the order of their use."""
+        for entry in entries:
+            if entry.cache_window != self._window or entry.namespace is None:  # none of this run's requests can hit it
+                self._pool.discard(self._model, entry.tokens, entry.loops, entry.cache_window, namespace=entry.namespace)
+                continue
+            n_shared = self._pool.match(self._model, entry.tokens[:-1], entry.loops, self._window, namespace=entry.namespace)
+            self.add(entry.namespace.partition("/")[0], entry.namespace, entry.loops, entry.tokens, n_shared)
+
+    def ids(self) -> list[str]:
+        """Of those held, the least recently used one first."""
+        return [prefix_id(namespace, loops, self._window, kept.tokens) for (namespace, loops, _), kept in self._kept.items()]
 
     def forget(self, namespace: str | None, loops: int | None, tokens: npt.NDArray[np.int32]) -> None:
         """It has left the pool, or somebody registered it on purpose: it is no longer ours to drop."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .admission import Admission
 from .auto_prefix import AutoPrefixes
-from .errors import ServeError, bad_request, engine_down
-from .fair_queue import FairQueue
+from .errors import ServeError, bad_request, deadline_exceeded, engine_down, shutting_down
 from .jobs import Job, PrefixTask, TurnResult
 from .prefix_tasks import PrefixTasks
 from .requests import GenerationRequest, Stream, check_request
@@ -72,12 +72,9 @@ class Engine:
         self.auto = AutoPrefixes(model, pool, auto_prefix, window=window) if auto_prefix and pool is not None else None
         self.on_turn: Callable[[float, int], None] = lambda seconds, n_rows: None
         self._runner = Runner(model, pool, self.auto, window=window, prefill_rows=prefill_rows)
-        self._queue: FairQueue[Job] = FairQueue()
-        self._running: set[Job] = set()
-        self._timers: dict[Job, asyncio.TimerHandle] = {}
-        self._prefixes = PrefixTasks()
-        self._memory_short = False  # wait for an end before admitting more
         self._wake = asyncio.Event()
+        self._requests = Admission(max_running, self._call)
+        self._prefixes = PrefixTasks(max_running)
         self._draining = self._closing = False
         self._failure: str | None = None
         self._worker: Worker | None = None
@@ -95,7 +92,7 @@ class Engine:
     async def close(self) -> None:
         """End everything: requests that are not done get an error, the worker's thread ends. Idempotent."""
         self._draining = self._closing = True
-        self._fail_all(ServeError(503, "the server is shutting down", code="shutting_down", retry_after=5))
+        self._fail_all(shutting_down())
         self._call()
         if self._loop_task is not None:
             await asyncio.wait((self._loop_task,), timeout=self.stall_seconds)
@@ -112,9 +109,9 @@ class Engine:
         """Refuse new requests, and let the others go on for `grace` seconds at most; then they get an error."""
         self._draining = True
         end = time.monotonic() + grace
-        while (self._running or len(self._queue) or len(self._prefixes)) and self.alive and time.monotonic() < end:
+        while (self.n_running or self.n_waiting or len(self._prefixes)) and self.alive and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        self._fail_all(ServeError(503, "the server is shutting down", code="shutting_down", retry_after=5))
+        self._fail_all(shutting_down())
 
     async def __aenter__(self) -> Engine:
         return await self.start()
@@ -153,12 +150,12 @@ class Engine:
     @property
     def n_running(self) -> int:
         """Requests at work."""
-        return len(self._running)
+        return len(self._requests.running)
 
     @property
     def n_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._queue)
+        return len(self._requests.waiting)
 
     # ---- requests
 
@@ -172,18 +169,12 @@ class Engine:
         """
         self._check_accepting()
         check_request(request, self.model, self.max_running)
-        if len(self._queue) >= self.max_queued:
-            text = f"{self.max_queued} requests are waiting already; try again later."
-            raise ServeError(429, text, code="queue_full", retry_after=self._wait_estimate())
+        self._check_queue(self.n_waiting)
         holder: list[Job] = []
-        stream = Stream(request, lambda: self._cancel(holder[0]))
+        stream = Stream(request, lambda: self._requests.cancel(holder[0]))
         job = Job(request, stream)
         holder.append(job)
-        self._queue.put(request.tenant, job)
-        deadline = self.deadline if request.deadline is None else request.deadline
-        if deadline is not None:
-            self._timers[job] = asyncio.get_running_loop().call_later(deadline, self._expire, job, deadline)
-        self._call()
+        self._requests.put(job, self.deadline if request.deadline is None else request.deadline)
         return stream
 
     # ---- prefixes
@@ -191,20 +182,24 @@ class Engine:
     async def register(self, tenant: str, namespace: str | None, tokens: Sequence[int], loops: int | None = None, *, pin: bool = False) -> int:
         """Put a prefix into the pool, some rows at a time; the number of its tokens that were there already.
 
-        Raises ServeError: 400 for what cannot be run, 409 where the pool has no room.
+        Raises ServeError: 400 for what cannot be run, 409 where the pool has no room; 429, 503 and 504 as for requests.
         """
         self._check_accepting()
         if self.pool is None:
             raise bad_request("This server has no prefix pool.")
         check_request(GenerationRequest(tokens, 0, loops), self.model, 1)
+        self._check_queue(self._prefixes.n_waiting)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = PrefixTask(tenant, namespace, loops, tokens, pin, done=done)
         self._prefixes.add(task)
         self._call()
         try:
-            await done
+            await asyncio.wait_for(done, self.deadline)
+        except asyncio.TimeoutError:
+            self._prefixes.cancel(task)
+            raise deadline_exceeded(self.deadline or 0) from None
         except asyncio.CancelledError:
-            task.cancelled = True
+            self._prefixes.cancel(task)
             raise
         assert task.build is not None
         return task.build.n_matched
@@ -228,8 +223,8 @@ class Engine:
         assert self._worker is not None
         while not self._closing:
             self._runner.called = False
-            admitted = self._admit()
-            if not (admitted or self._running or len(self._prefixes)):
+            admitted = self._requests.admit(self._prefixes.keeping)
+            if not (admitted or self.n_running or len(self._prefixes)):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -238,7 +233,7 @@ class Engine:
                 async with self.lock:
                     result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._report))
             except WorkerDied as error:
-                self._die(str(error), tasks)
+                self._die(str(error))
                 return
             except Exception as error:  # a fault of ours: those at work are told, and the next request is served
                 logger.exception("a turn failed")
@@ -265,25 +260,11 @@ class Engine:
             await asyncio.wait((call,), timeout=self.stall_seconds)
             if not call.done():
                 logger.critical("a turn takes more than %g s", self.stall_seconds)
-                error = engine_down(STUCK)
-                self._fail_all(error)
-                self._prefixes.abandon(error)
+                self._fail_all(engine_down(STUCK))
             result: TurnResult = await call
             return result
         finally:
             call.cancel()
-
-    def _admit(self) -> list[Job]:
-        """Takes from the queue what fits beside those at work."""
-        admitted: list[Job] = []
-        n_free = self.max_running - sum(job.request.n for job in self._running)
-        while not self._memory_short and (found := self._queue.next_up(self._prefixes.keeping)) is not None and found[1].request.n <= n_free:
-            job = self._queue.pop(self._prefixes.keeping)
-            assert job is not None
-            n_free -= job.request.n
-            self._running.add(job)
-            admitted.append(job)
-        return admitted
 
     def _settle(self, result: TurnResult) -> None:
         for job, piece in result.pieces:
@@ -291,14 +272,10 @@ class Engine:
         for job, error in result.failed:
             job.stream.feed(error)
         for job in result.ended:
-            self._forget(job)
-        for job in result.deferred:
-            self._running.discard(job)
-            self._queue.put(job.request.tenant, job, first=True)
-        if result.deferred:
-            self._memory_short = True
-        if result.ended or result.prefixes or not self._running:  # what they held may do
-            self._memory_short = False
+            self._requests.forget(job)
+        self._requests.defer(result.deferred)
+        if result.ended or result.prefixes or not self._requests.running:  # what they held may do
+            self._requests.memory_freed()
         for task in result.keeps:
             self._prefixes.add(task)
         for task in result.prefixes:
@@ -307,56 +284,40 @@ class Engine:
 
     # ---- ends
 
-    def _cancel(self, job: Job) -> None:
-        job.cancelled = True  # the next turn drops it
-        if self._queue.remove(job.request.tenant, job):
-            self._forget(job)
-        self._call()
-
-    def _expire(self, job: Job, deadline: float) -> None:
-        job.stream.feed(ServeError(504, f"The request was not done within its deadline of {deadline:g} s.", code="deadline_exceeded"))
-        self._cancel(job)
-
-    def _forget(self, job: Job) -> None:
-        self._running.discard(job)
-        timer = self._timers.pop(job, None)
-        if timer is not None:
-            timer.cancel()
-
     def _fail_all(self, error: ServeError) -> None:
-        """Gives everybody an error; what runs is dropped by the next turn."""
-        for job in [*self._running, *self._queue]:
-            if not job.cancelled:
-                job.stream.feed(error)
-            self._cancel(job)
+        """Tell everybody that waits; the next turn drops what runs."""
+        self._requests.fail_all(error)
+        self._prefixes.abandon(error)
 
     async def _reset(self, error: Exception, tasks: list[PrefixTask]) -> None:
         assert self._worker is not None
         failure = ServeError(500, "The engine failed; the server's log has the reason.", code="engine_error")
-        for job in list(self._running):
+        for job in list(self._requests.running):
             job.stream.feed(failure)
-            self._forget(job)
+            self._requests.forget(job)
         self._prefixes.fail([*tasks, *self._runner.tasks()], failure)
         with contextlib.suppress(WorkerDied):
             await self._worker.call(self._runner.abort)
 
-    def _die(self, reason: str, tasks: list[PrefixTask]) -> None:
+    def _die(self, reason: str) -> None:
         """The worker is gone: nobody may wait for it."""
         logger.critical("the worker has died: %s", reason)
         self._failure = f"the worker that runs the model has died; restart the server ({reason})"
         error = engine_down()
-        self._fail_all(error)
-        for job in list(self._running):
-            self._forget(job)
-        self._prefixes.fail([*tasks, *self._runner.tasks(), *self._prefixes.take()], error)
+        self._requests.fail_all(error)
+        for job in list(self._requests.running):
+            self._requests.forget(job)
+        self._prefixes.fail_all(error)
 
     def _check_accepting(self) -> None:
         problem = self.problem
         if problem is not None:
             raise engine_down(problem)
         if self._draining:
-            raise ServeError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+            raise shutting_down()
 
-    def _wait_estimate(self) -> float:
-        """Seconds until a place in the queue may be free: a guess, from how many wait for each that runs."""
-        return min(60.0, 1.0 + len(self._queue) / self.max_running)
+    def _check_queue(self, n_waiting: int) -> None:
+        if n_waiting >= self.max_queued:
+            text = f"{self.max_queued} requests are waiting already; try again later."
+            seconds = min(60.0, 1.0 + n_waiting / self.max_running)  # a guess, from how many wait for each that runs
+            raise ServeError(429, text, code="queue_full", retry_after=seconds)

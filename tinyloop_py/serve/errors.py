@@ -56,3 +56,13 @@ def context_exceeded(n_prompt: int, max_tokens: int, limit: int) -> ServeError:
 def engine_down(reason: str = "the worker that runs the model has died; restart the server") -> ServeError:
     """Nothing can run."""
     return ServeError(503, reason, code="engine_down")
+
+
+def shutting_down() -> ServeError:
+    """The end is near."""
+    return ServeError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+
+
+def deadline_exceeded(seconds: float) -> ServeError:
+    """It took too long."""
+    return ServeError(504, f"The request was not done within its deadline of {seconds:g} s.", code="deadline_exceeded")

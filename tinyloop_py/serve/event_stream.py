@@ -59,24 +59,21 @@ class EventStream(Response):
         Encoded events. A ServeError that it raises becomes the last event, since the status has been sent already.
     ping_seconds
         A comment is sent after so long a silence.
-    stall_seconds
-        A client that takes nothing for so long is given up.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, ping_seconds: float = 15.0, stall_seconds: float = 60.0) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, ping_seconds: float = 15.0) -> None:
         self._events = events
         self._ping_seconds = ping_seconds
-        self._stall_seconds = stall_seconds
-        self._sending_since: float | None = None
+        self._sending = False
         self._sent_at = time.monotonic()
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
-        tasks = [asyncio.ensure_future(work) for work in (self._pump(send), until_gone(receive), self._watch(send))]
+        tasks = [asyncio.ensure_future(work) for work in (self._pump(send), until_gone(receive), self._ping(send))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
@@ -96,19 +93,15 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        self._sending_since = time.monotonic()
+        self._sending = True
         await send(message)
-        self._sending_since, self._sent_at = None, time.monotonic()
+        self._sending, self._sent_at = False, time.monotonic()
 
-    async def _watch(self, send: Send) -> None:
-        """Sends a comment after a silence; ends, and so ends the answer, when the client takes nothing."""
+    async def _ping(self, send: Send) -> None:
+        """Sends a comment after a silence."""
         while True:
             await asyncio.sleep(1)
-            now = time.monotonic()
-            if self._sending_since is not None:
-                if now - self._sending_since > self._stall_seconds:
-                    return
-            elif now - self._sent_at > self._ping_seconds:
+            if not self._sending and time.monotonic() - self._sent_at > self._ping_seconds:
                 await self._send(send, {"type": "http.response.body", "body": PING, "more_body": True})
 
 

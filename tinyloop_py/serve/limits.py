@@ -84,6 +84,8 @@ class BodyLimit:
         except ServeError as error:
             await self._refuse(error, scope, receive, send)
             return
+        if messages[-1]["type"] != "http.request":  # the client has left in the middle
+            return
 
         async def replay() -> Message:
             return messages.popleft() if messages else await receive()

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .errors import ServeError
+from .fair_queue import FairQueue
 from .jobs import PrefixTask
 
 
 class PrefixTasks:
     """Those that wait to be handed to the worker, and how many are not done.
+
+    Parameters
+    ----------
+    max_building
+        Most registrations under way: each holds the KV that it has so far. Automatic ones are as many as answers have ended.
 
     Attributes
     ----------
@@ -17,29 +23,52 @@ class PrefixTasks:
         Tenant -> its automatic prefixes that are under way. Its next request waits for them, so that a conversation's next turn hits.
     """
 
-    def __init__(self) -> None:
-        self._new: list[PrefixTask] = []
+    def __init__(self, max_building: int) -> None:
+        self._max_building = max_building
+        self._automatic: list[PrefixTask] = []
+        self._waiting: FairQueue[PrefixTask] = FairQueue()
+        self._building: set[PrefixTask] = set()  # of the registrations
         self._open: set[PrefixTask] = set()
         self.keeping: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def n_waiting(self) -> int:
+        """Registrations that have not begun."""
+        return len(self._waiting)
+
     def add(self, task: PrefixTask) -> None:
-        """Have the next turn begin it."""
-        self._new.append(task)
+        """Have a turn begin it."""
         self._open.add(task)
         if task.automatic:
+            self._automatic.append(task)
             self.keeping[task.tenant] = self.keeping.get(task.tenant, 0) + 1
+        else:
+            self._waiting.put(task.tenant, task)
 
     def take(self) -> list[PrefixTask]:
-        """Those that no turn has seen yet."""
-        new, self._new = self._new, []
-        return new
+        """Those that the next turn is to begin."""
+        begun, self._automatic = self._automatic, []
+        while len(self._building) < self._max_building and (task := self._waiting.pop()) is not None:
+            self._building.add(task)
+            begun.append(task)
+        return begun
+
+    def cancel(self, task: PrefixTask) -> None:
+        """Nobody waits for it any more: the next turn drops it, and one that has not begun never does."""
+        task.cancelled = True
+        if self._waiting.remove(task.tenant, task):
+            self.end(task)
 
     def end(self, task: PrefixTask) -> None:
         """It is in the pool, or has failed: whoever waits is told."""
+        if task not in self._open:
+            return
         self._open.discard(task)
+        self._building.discard(task)
+        self._waiting.remove(task.tenant, task)
         if task.error is not None or task.cancelled:  # the error's traceback holds the task, which must not hold KV
             task.build = task.base = None
         if task.automatic:
@@ -58,9 +87,14 @@ class PrefixTasks:
             task.error = error
             self.end(task)
 
+    def fail_all(self, error: ServeError) -> None:
+        """End all of them with an error; no worker has them any more."""
+        self.fail(list(self._open), error)
+
     def abandon(self, error: ServeError) -> None:
-        """Tell those who wait that it will not be; the worker drops the tasks when it comes back."""
-        for task in self._open:
-            if task.done is not None and not task.done.done():
-                task.done.set_exception(error)
-                task.cancelled = True
+        """Tell those who wait that it will not be; the worker drops what it has begun at its next turn."""
+        for task in list(self._open):
+            if task.done is not None:
+                if not task.done.done():
+                    task.done.set_exception(error)
+                self.cancel(task)

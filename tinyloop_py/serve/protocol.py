@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: connections, and the time that a request head may take."""
+"""uvicorn's HTTP/1.1 protocol with the limits that it lacks: connections, and the time that a request head and a reader may take."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import ServeError
+from .write_watch import WatchedTransport
 
 LINGER_SECONDS = 0.5
+MAX_AHEAD = 64 << 10  # bytes of further requests that are read while one is answered
 
 
-def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Protocol]:
+def limited_protocol(max_connections: int, header_seconds: float, write_seconds: float) -> type[H11Protocol]:
     """A protocol class with these limits; uvicorn makes one object of it for each connection."""
 
     class LimitedProtocol(H11Protocol):
@@ -25,7 +27,7 @@ def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Pro
 
         def connection_made(self, transport: Any) -> None:
             """Refuses what is too much."""
-            super().connection_made(transport)
+            super().connection_made(WatchedTransport(transport, write_seconds, self.loop))  # type: ignore[arg-type]
             if len(self.connections) > max_connections:
                 text = f"{max_connections} connections are open already; try again later."
                 self._refuse(ServeError(503, text, code="too_many_connections", retry_after=1))
@@ -35,6 +37,7 @@ def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Pro
         def connection_lost(self, exc: Exception | None) -> None:
             """Nothing is waited for any more."""
             self._stop_timer()
+            self.transport.stop()  # type: ignore[attr-defined]
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
@@ -44,6 +47,8 @@ def limited_protocol(max_connections: int, header_seconds: float) -> type[H11Pro
             if self.head_timer is None and self.conn.their_state is h11.IDLE:
                 self._await_head()
             super().data_received(data)
+            if self.flow.read_paused and self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MAX_AHEAD:
+                self.flow.resume_reading()  # while nothing is read, nobody notices that the client leaves
             if self.conn.their_state is not h11.IDLE:
                 self._stop_timer()
 

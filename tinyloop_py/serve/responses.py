@@ -6,6 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -129,6 +130,10 @@ class Shape(ABC):
         choices = [self.choice(index, output) for index, output in enumerate(outputs)]
         return {**self._frame, "object": self.kind, "choices": choices, "usage": usage_of(streams)}
 
+    def n_parts(self, outputs: Sequence[Output]) -> int:
+        """How much is to be done for them: log-probabilities are what takes long."""
+        return sum(len(output.logprobs) for output in outputs) * (1 + (self._n_top or 0))
+
     def chunk(self, choices: list[dict[str, Any]], with_usage: bool, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """A part of a streamed answer; one with usage says null until the end."""
         body = {**self._frame, "object": self.chunk_kind, "choices": choices}
@@ -188,6 +193,6 @@ class TextShape(Shape):
         if self._n_top is None:
             return None
         texts = [self._tokens.text(item.token) for item in listed]
-        offsets = [offset + sum(map(len, texts[:i])) for i in range(len(texts))]
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
         top = [{self._tokens.text(token): max(value, -9999.0) for token, value in (*item.top, (item.token, item.logprob))} for item in listed]
         return {"tokens": texts, "token_logprobs": [max(item.logprob, -9999.0) for item in listed], "top_logprobs": top, "text_offset": offsets}

@@ -63,8 +63,7 @@ async def completions(body: CompletionRequest, request: Request, service: Curren
     asked = [
         GenerationRequest(tokens, room(service, len(tokens), body.max_tokens, 16, most=16), logprobs=body.logprobs, **shared) for tokens in encoded
     ]
-    tokenizer = service.tokenizer()
-    echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts] if body.echo else []
+    echoes = [prompt if isinstance(prompt, str) else await service.decode(prompt) for prompt in prompts] if body.echo else []
     note_prompt(request, service, prompts)
     answer = Answer(service, tenant, request, TextShape(service.name, service.fingerprint, service_tokens(service), body.logprobs), echoes)
     answer.submit(asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..pool_report import PrefixEntry
 from .access import CurrentService, CurrentTenant, note
 from .errors import ServeError, bad_request
 from .event_stream import ClientGone, unless_gone
+from .prefix_id import prefix_id
 from .routes_openai import ERRORS
 from .schemas import PrefixRequest
 from .service import Service
@@ -108,9 +108,8 @@ def own_entries(service: Service, tenant: Tenant) -> list[PrefixEntry]:
 
 
 def id_of(entry: PrefixEntry) -> str:
-    """Names a prefix by what it is."""
-    key = f"{entry.namespace}\0{entry.loops}\0{entry.cache_window}\0".encode() + entry.tokens.tobytes()
-    return "prefix-" + hashlib.sha256(key).hexdigest()[:24]
+    """The id of a pool's entry."""
+    return prefix_id(entry.namespace, entry.loops, entry.cache_window, entry.tokens)
 
 
 def describe(service: Service, tenant: Tenant, entry: PrefixEntry) -> dict[str, Any]:

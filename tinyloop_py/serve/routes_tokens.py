@@ -52,5 +52,5 @@ async def detokenize(body: DetokenizeRequest, service: CurrentService, tenant: C
     service.check_name(body.model)
     if any(token >= model.config.vocab_size for token in body.tokens):
         raise bad_request(f"tokens: expected ids from 0 to {model.config.vocab_size - 1}.", "tokens")
-    text = service.tokenizer().decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+    text = await service.decode(body.tokens, skip_special=body.skip_special_tokens)
     return {"text": text, "prompt": text}

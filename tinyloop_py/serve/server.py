@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -14,6 +15,8 @@ from .protocol import limited_protocol
 from .service import Service
 from .settings import Settings
 
+HURRY_SECONDS = 1.0  # for the last errors to reach their readers
+
 
 class DrainingServer(uvicorn.Server):
     """A server that, asked to stop, lets the engine finish what runs for a while before connections are closed."""
@@ -22,27 +25,53 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self._grace = grace
+        self._hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Load, and listen."""
         await super().startup(sockets)
         self._service.listened = self.started
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Ask for the end; a second time, for one without grace."""
+        self._hurried = self.should_exit
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop taking in, drain, close."""
+        ending = asyncio.create_task(self._end_streams())
+        await super().shutdown(sockets)  # waits for connections, which the draining ends
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+
+    async def _end_streams(self) -> None:
+        """Let the engine drain, until somebody is in a hurry: then everybody is told at once, and who does not take it is cut off."""
         engine = self._service.engine
         draining = None if engine is None else asyncio.create_task(engine.drain(self._grace))
-        await super().shutdown(sockets)  # waits for connections, which the draining ends
-        if draining is not None:
-            await draining
-        self._captured_signals.clear()  # uvicorn would send itself the signal again; an end that was asked for is a success
+        try:
+            while not self._hurried:
+                await asyncio.sleep(0.05)
+        finally:
+            if draining is not None:
+                draining.cancel()
+        if engine is not None:
+            await engine.drain(0)
+        await asyncio.sleep(HURRY_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    @property
+    def succeeded(self) -> bool:
+        """Once it has run: whether it listened, and saved what it was to save."""
+        return self.started and not self._service.lost_pool
 
 
 def make_server(settings: Settings, host: str, port: int, **options: Any) -> DrainingServer:
     """A server that is ready to run."""
     app = create_app(settings)
+    protocol = limited_protocol(settings.max_connections, settings.header_seconds, settings.write_seconds)
     config = uvicorn.Config(
-        app, host, port, http=limited_protocol(settings.max_connections, settings.header_seconds), ws="none", lifespan="on", log_config=None,
+        app, host, port, http=protocol, ws="none", lifespan="on", log_config=None,
         access_log=False, server_header=False, timeout_keep_alive=int(settings.idle_seconds), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_graceful_shutdown=int(settings.shutdown_grace) + 10, **options,
     )  # fmt: skip

@@ -6,25 +6,25 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..model import Model
 from ..pool import PrefixPool
+from ..pool_report import PrefixEntry
+from .beside import beside, decode, encode
 from .chat import ChatFormat, common_prefix
 from .engine import Engine
 from .errors import ServeError, bad_request, context_exceeded, engine_down
 from .metrics import Metrics
+from .pool_file import PoolFile
 from .schemas import ChatMessage
 from .settings import Settings
 from .tenants import Tenants
 from .token_text import TokenText
 
 logger = logging.getLogger("tinyloop.serve")
-T = TypeVar("T")
-INLINE_CHARS = 2000  # longer texts are tokenised in a thread, so that the event loop goes on
 
 
 class Service:
@@ -36,7 +36,8 @@ class Service:
         self.tenants = Tenants.load(settings.key_file) if settings.key_file else Tenants()
         self.metrics = Metrics(self)
         self.model: Model | None = None
-        self.pool = PrefixPool(settings.pool_capacity, max_bytes=settings.pool_bytes, eviction="lru")
+        self.pool = self._new_pool()
+        self.pool_file = PoolFile(settings.pool_file) if settings.pool_file else None
         self.engine: Engine | None = None
         self.token_text: TokenText | None = None
         self.fingerprint = ""
@@ -45,8 +46,8 @@ class Service:
         self._chat_problem = "this model file has no tokenizer"
         self._loading: asyncio.Task[None] | None = None
         self._load_error: str | None = None
-        self._pool_file_refused = False
         self.listened = False  # set by the server; one that could not listen may share its pool file with the one that does
+        self.lost_pool = False  # it was to be saved, and could not be
 
     # ---- life
 
@@ -65,7 +66,8 @@ class Service:
             options: dict[str, Any] = {"device": s.device, "threads": s.threads, "kv_mode": s.kv_mode, "kv_budget": s.kv_budget}
             model = await asyncio.to_thread(Model, s.model, s.max_seq_len, **options)
             self.model = model
-            await asyncio.to_thread(self._prepare, model)
+            automatic = await asyncio.to_thread(self._load_pool, model)
+            await asyncio.to_thread(self._prepare_text, model)
         except Exception as error:
             logger.exception("the model cannot be loaded")
             self._load_error = f"the model cannot be loaded: {error}"
@@ -75,16 +77,18 @@ class Service:
             window=s.window, deadline=s.deadline,
         )  # fmt: skip
         engine.on_turn = self.metrics.turn
-        for entry in sorted(self.pool.entries(), key=lambda entry: entry.n_tokens):  # what a pool file held and nobody pinned
-            if engine.auto is not None and not entry.pinned and entry.namespace is not None:
-                n_shared = self.pool.match(model, entry.tokens[:-1], entry.loops, entry.cache_window, namespace=entry.namespace)
-                engine.auto.add(entry.namespace.partition("/")[0], entry.namespace, entry.loops, entry.tokens, n_shared)
+        if engine.auto is not None:
+            engine.auto.restore(automatic)
+        else:
+            for entry in automatic:
+                self.pool.discard(model, entry.tokens, entry.loops, entry.cache_window, namespace=entry.namespace)
         self.engine = await engine.start()
         logger.info("ready", extra={"fields": {"model": self.name, "device": model.device, "prefixes": self.pool.size()}})
 
-    def _prepare(self, model: Model) -> None:
-        if self.settings.pool_file and os.path.exists(self.settings.pool_file):
-            self._load_pool(model, self.settings.pool_file)
+    def _new_pool(self) -> PrefixPool:
+        return PrefixPool(self.settings.pool_capacity, max_bytes=self.settings.pool_bytes, eviction="lru")
+
+    def _prepare_text(self, model: Model) -> None:
         self.fingerprint = "tl_" + hashlib.sha256(model.numerics_id.encode()).hexdigest()[:12]
         tokenizer = model.tokenizer
         if tokenizer is None:
@@ -96,19 +100,19 @@ class Service:
             return
         self._chat = ChatFormat(model.chat_template, tokenizer, model.stop_ids)
 
-    def _load_pool(self, model: Model, path: str) -> None:
-        """A pool file that does not fit is a warning: a cold start, not none. It may be another's, so it is not written over."""
+    def _load_pool(self, model: Model) -> list[PrefixEntry]:
+        """Takes the pool from its file and gives the automatic ones of its entries. A file that does not fit is a warning: a cold start, not none."""
+        if self.pool_file is None:
+            return []
+        pool = self._new_pool()
         try:
-            loader: Any = model  # a build without load_pool says so below
-            saved = loader.load_pool(path)
-            for entry in sorted(saved.entries(), key=lambda entry: entry.n_tokens):  # into a pool of these settings, not of those it was saved with
-                key = model._pool_key(entry.loops, entry.cache_window, entry.namespace)
-                self.pool._insert(key, entry.tokens, saved._get(key, entry.tokens).payload, entry.pinned)
-            model._pools.add(self.pool)
-        except (OSError, ValueError, RuntimeError, AttributeError) as error:
-            self._pool_file_refused = True
+            automatic = self.pool_file.load(model, pool)
+        except (OSError, ValueError, RuntimeError) as error:
             text = "the pool file is not used, and stays as it is: this run's pool is not saved; move the file away, or name another (%s)"
-            logger.warning(text, error)
+            logger.warning(text, str(error))  # the error itself would hold what was loaded
+            return []
+        self.pool = pool
+        return automatic
 
     async def close(self) -> None:
         """End the engine, save the pool and close the model."""
@@ -120,17 +124,15 @@ class Service:
             await self.engine.close()
             if self.engine.failed:  # the model may be in the middle of a step
                 return
-            if self.settings.pool_file and healthy and self.listened and not self._pool_file_refused:
-                await asyncio.to_thread(self._save_pool, self.settings.pool_file)
+            if self.pool_file is not None and healthy and self.listened and not self.pool_file.refused:
+                self.lost_pool = not await asyncio.to_thread(self._save_pool, self.engine, self.pool_file)
         if self.model is not None:
             await asyncio.to_thread(self.model.close)
 
-    def _save_pool(self, path: str) -> None:
-        try:
-            pool: Any = self.pool
-            pool.save(path)
-        except (OSError, ValueError, RuntimeError, AttributeError) as error:
-            logger.error("the pool is not saved: %s", error)
+    def _save_pool(self, engine: Engine, file: PoolFile) -> bool:
+        if engine.auto is not None:
+            engine.auto.sweep()
+        return file.save(self.pool, [] if engine.auto is None else engine.auto.ids())
 
     # ---- state
 
@@ -171,16 +173,19 @@ class Service:
         """Token ids of a plain text."""
         tokenizer = self.tokenizer()
         self._check_length(len(text))
-        ids: list[int] = await self._beside(len(text), lambda: tokenizer.encode(text, add_special_tokens=special).ids)
-        return ids
+        return await beside(len(text), lambda: encode(tokenizer, text, special=special))
+
+    async def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of token ids."""
+        tokenizer = self.tokenizer()
+        return await beside(len(tokens), lambda: decode(tokenizer, tokens, skip_special=skip_special))
 
     async def encode_chat(self, messages: Sequence[ChatMessage], *, reply: bool = True) -> list[int]:
         """Token ids of a conversation, by the model's chat template."""
         chat, plain = self.chat(), [message.plain() for message in messages]
         n_chars = sum(len(message["content"]) for message in plain)
         self._check_length(n_chars)
-        ids: list[int] = await self._beside(n_chars, lambda: chat.encode(plain, reply=reply))
-        return ids
+        return await beside(n_chars, lambda: chat.encode(plain, reply=reply))
 
     def chat(self) -> ChatFormat:
         """The model's chat format, or ServeError(400)."""
@@ -210,6 +215,3 @@ class Service:
         _, model = self.ready()
         if n_chars > self.max_chars:
             raise context_exceeded(n_chars // max(1, self.max_chars // model.max_seq_len), 0, model.max_seq_len)
-
-    async def _beside(self, n_chars: int, work: Any) -> Any:
-        return work() if n_chars <= INLINE_CHARS else await asyncio.to_thread(work)

@@ -35,6 +35,7 @@ class Settings:
     max_connections: int = 256
     header_seconds: float = 10.0  # from a connection's start, or an answer's end, to a whole request head
     body_seconds: float = 30.0
+    write_seconds: float = 60.0  # for a client to take some of what is sent to it
     idle_seconds: float = 75.0
     shutdown_grace: float = 30.0
     # logs

@@ -51,6 +51,7 @@ class PrefixBuild:
         self.n_matched = 0 if entry is None else entry.n_tokens
         self.base: KvPrefix | None = base if base is not None and base.n_tokens > self.n_matched else None if entry is None else entry.payload
         self.done = target._touch(target._get(self.key, self.tokens), pin)
+        self.inserted = False  # whether it was this build that put it there
         if self.done:
             self.base = None
         else:
@@ -73,6 +74,7 @@ class PrefixBuild:
             self._run(min(n, (first + self.rows) // 16 * 16 if first + self.rows < n else n))
         assert self.base is not None
         if self.base.n_tokens == n:
+            self.inserted = self.target._get(self.key, self.tokens) is None
             self.target._insert(self.key, self.tokens, self.base, self.pin)
             self.done, self.base = True, None
         return self.done

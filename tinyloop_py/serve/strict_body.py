@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from .beside import beside
 from .errors import ServeError, bad_request
 
 MAX_DEPTH = 64
 MAX_KEYS = 1024  # of one object: an error is made for each key that is not known
+MAX_CONTAINERS = 1 << 16  # lists and objects: a million empty ones would hold the interpreter for seconds
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # one without end goes to the end, so that no byte is looked at twice
 
 
 class StrictRequest(Request):
@@ -23,7 +27,8 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         """The parsed body; ServeError(400) for what is no JSON."""
         if self._parsed is None:
-            self._parsed = (parse(await self.body()),)
+            body = await self.body()
+            self._parsed = (await beside(len(body) // 32, lambda: parse(body)),)
         return self._parsed[0]
 
 
@@ -50,6 +55,10 @@ def parse(body: bytes) -> Any:
     """JSON of a body; ServeError(400) says what is wrong."""
     if not body:
         raise bad_request("The body is empty, expected a JSON object.")
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        plain = STRING.sub(b"", body)
+        if plain.count(b"[") + plain.count(b"{") > MAX_CONTAINERS:
+            raise bad_request(f"The JSON has more than {MAX_CONTAINERS} lists and objects.")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -74,12 +83,12 @@ def _no_constant(name: str) -> None:
 
 
 def _depth_exceeds(value: Any, limit: int) -> bool:
-    level = [value]
+    level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(limit):
         if any(len(inner) > MAX_KEYS for inner in level if isinstance(inner, dict)):
             raise bad_request(f"The JSON has an object with more than {MAX_KEYS} keys.")
-        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [inner for inner in level if isinstance(inner, (dict, list))]
+        inside = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in inside if isinstance(inner, (dict, list))]
         if not level:
             return False
     return True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from ..atomic_file import check_replaceable
 from ..strict_json import load_object
 from .errors import ServeError
+from .folder_lock import locked_folder
 from .rates import Allowance
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # no slash: it separates the tenant from its own namespaces
@@ -133,12 +136,20 @@ def add_key(path: str | os.PathLike[str], name: str, settings: dict[str, Any]) -
     """Add a key for a tenant to a key file, made where it is missing; returns the key, which is nowhere else."""
     if not NAME.fullmatch(name):
         raise ValueError(f"tenant name {name!r}: expected 1 to 64 letters, digits, '.', '_' and '-'")
-    fields: dict[str, Any] = {"tenants": []}
     check_replaceable(path)
+    target = os.path.realpath(path)  # a link keeps pointing where it does
+    with locked_folder(os.path.dirname(target)):
+        return _add_key(target, name, settings)
+
+
+def _add_key(path: str, name: str, settings: dict[str, Any]) -> str:
+    fields: dict[str, Any] = {"tenants": []}
+    old = None
     if os.path.exists(path):
         Tenants.load(path)  # so that a broken file is not written over
+        old = os.stat(path)
         with open(path, "rb") as file:
-            fields = load_object(file.read(), f"key file {os.fspath(path)}")
+            fields = load_object(file.read(), f"key file {path}")
     key = new_key()
     tenant = next((item for item in fields["tenants"] if item["name"] == name), None)
     if tenant is None:
@@ -146,10 +157,21 @@ def add_key(path: str | os.PathLike[str], name: str, settings: dict[str, Any]) -
         fields["tenants"].append(tenant)
     tenant.update(settings)
     tenant["keys"].append(hash_key(key))
-    temporary = f"{os.fspath(path)}.{os.getpid()}.new"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(json.dumps(fields, indent=1) + "\n")
-    os.replace(temporary, path)
+    temporary = f"{path}.{secrets.token_hex(6)}.new"
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            if old is not None:  # whoever could read it still can
+                with contextlib.suppress(PermissionError):
+                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+            file.write(json.dumps(fields, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
     return key
 
 

@@ -27,13 +27,22 @@ class TokenText:
         self._tokenizer = tokenizer
         self._byte_level = '"ByteLevel"' in tokenizer.to_str()
         self._special = set(tokenizer.get_added_tokens_decoder())
+        self._texts: dict[int, str] = {}  # of the vocabulary's tokens, as they come up
+        self._bytes: dict[int, list[int]] = {}
 
     def text(self, token: int) -> str:
         """What the token decodes to on its own; U+FFFD stands for what is no whole character."""
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        if token not in self._texts:
+            self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._texts[token]
 
     def bytes(self, token: int) -> list[int]:
         """Its bytes, which need not be whole characters."""
+        if token not in self._bytes:
+            self._bytes[token] = self._bytes_of(token)
+        return self._bytes[token]
+
+    def _bytes_of(self, token: int) -> list[int]:
         piece = self._tokenizer.id_to_token(token)
         if piece is None:
             return []
