@@ -3,9 +3,10 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
+from .abi cimport TL_PAGE_POSITIONS, TL_RUN_CORE, TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
 from .cuda_context cimport CudaContext
-from .cuda_stepper cimport CudaStepper, Lane
+from .cuda_lane cimport MAX_STOP, Lane
+from .cuda_stepper cimport CudaStepper, fills, launch_ahead
 from .library cimport Library
 from .plan cimport Plan
 from .runner cimport Runner, Stepper
@@ -14,7 +15,7 @@ from .sequence cimport Sequence
 
 from .cuda_memory import DeviceBuffer, PinnedBuffer
 
-cdef int MAX_IDLE_LANES = 8
+cdef int MAX_IDLE_LANES = 16
 
 
 cdef inline int64_t padded(int64_t nbytes) noexcept:
@@ -26,22 +27,13 @@ cdef class CudaRunner(Runner):
 
     Parameters
     ----------
-    lock
-        The engine's: held while a lane's steps are enqueued.
     """
 
-    def __init__(self, Plan plan, lock):
+    def __init__(self, Plan plan):
         Runner.__init__(self, plan)
-        self.keeps_hidden_rows = False
         self.device = (<CudaContext>plan.context).device
-        self.lock = lock
         self._copied = self.device.make_event()
         self._lanes = {}
-
-    cpdef int check_open(self) except -1:
-        if self._lanes is None:
-            raise RuntimeError("tinyloop.Model is closed; a call that was running cannot go on")
-        return 0
 
     def close(self):
         if self._lanes is None:
@@ -111,7 +103,8 @@ cdef class CudaRunner(Runner):
                 table = self.put(batch.page_table[i], table_nbytes)
                 if self._writes:
                     (<uintptr_t *>(self._staging.pointer + tables))[i] = table
-        there.x_in = <const float *>self.put(batch.x_in, <int64_t>max(n_rows, 0 if n_rows else batch.n_out) * self.plan.desc.dim * 4)
+        if not batch.sections & TL_RUN_CORE:
+            there.x_in = <const float *>self.put(batch.x_in, <int64_t>(n_rows or batch.n_out) * self.plan.desc.dim * 4)
         there.out_row = <const int32_t *>self.put(batch.out_row if batch.n_out else NULL, batch.n_out * sizeof(int32_t))
         there.sampling = <const tl_sampling *>self.lay_sampling(batch.sampling, batch.n_out)
         return 0
@@ -212,23 +205,61 @@ cdef class CudaRunner(Runner):
 
     # ---- sequences that step by themselves
 
+    cdef bint runs_ahead(self, Sampling sampling) noexcept:
+        return len(sampling.stop_tokens) <= MAX_STOP
+
     cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
-        if not CudaStepper.takes(sampling) or n_left < 1:
-            return None
-        key = (seq.loops, seq.window)
-        idle = self._lanes.get(key)
-        cdef Lane lane = idle.pop() if idle else Lane(self, seq.loops, seq.window)
-        cdef CudaStepper stepper = CudaStepper(self, lane)
-        stepper.begin(seq, sampling, tokens, n_tokens, n_left)
+        cdef CudaStepper stepper = CudaStepper(self, seq, sampling)
+        stepper._tokens, stepper._first_pos, stepper._n_left = tokens, n_tokens - 1, n_left
         return stepper
 
+    cdef int rows_for(self, int n) noexcept:
+        """Rows of the lane that `n` sequences take: a power of two, so that few graphs serve all numbers."""
+        cdef int rows = 1
+        while rows < n:
+            rows *= 2
+        return min(rows, self.plan.desc.max_out)
+
+    cdef int begin(self, list steppers) except -1:
+        cdef CudaStepper s = steppers[0]
+        cdef Lane lane = self.lane(s.seq.loops, s.seq.window, self.rows_for(len(steppers)))
+        cdef int row
+        try:
+            lane.clear()
+            for row in range(len(steppers)):
+                s = steppers[row]
+                s.board(lane, row)
+            lane.send_rows()
+            launch_ahead(lane)
+        except BaseException:
+            if lane.n_used == 0:
+                self.take_back(lane)
+            for s in steppers:
+                s.stop()
+            raise
+        return 0
+
+    cdef bint go_on(self, list steppers) except -1:
+        cdef Lane lane = (<CudaStepper>steppers[0]).lane
+        if not fills(lane, steppers, self.rows_for(len(steppers))):
+            return False
+        lane.stop_rows()
+        launch_ahead(lane)
+        return True
+
+    cdef Lane lane(self, int loops, int window, int n_rows):
+        """One that is idle, or a new one."""
+        idle = self._lanes.get((loops, window, n_rows))
+        return idle.pop() if idle else Lane(self.plan, loops, window, n_rows)
+
     def take_back(self, Lane lane):
-        """A lane whose stepper has ended, for the next one of its depth and window."""
+        """A lane that all steppers have left, for the next ones of its depth, window and rows."""
         if self._lanes is None:
             return
-        idle = self._lanes.pop((lane.loops, lane.window), [])
+        key = lane.loops, lane.window, lane.n_rows
+        idle = self._lanes.pop(key, [])
         idle.append(lane)
-        self._lanes[(lane.loops, lane.window)] = idle  # the latest used last
+        self._lanes[key] = idle  # the latest used last
         if sum(len(lanes) for lanes in self._lanes.values()) > MAX_IDLE_LANES:
             oldest = next(iter(self._lanes))
             self._lanes[oldest].pop(0)
