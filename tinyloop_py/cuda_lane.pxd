@@ -51,5 +51,5 @@ cdef class Lane:
     cdef bint leave(self, int row) noexcept
     cdef int stop_rows(self) except -1
     cdef int launch(self, int n_steps) except -1
-    cdef int enqueue(self) except -1
+    cdef int enqueue(self, void *stream) except -1
     cdef int32_t wait_for(self, int row, int serial) except -1

@@ -76,7 +76,7 @@ cdef class Lane:
         self._copied = self.device.make_event()
         self.clear()
         self.send_rows()
-        self.enqueue()  # loads every kernel, which the driver may not do while a graph is recorded
+        self.enqueue(plan.context.stream)  # loads every kernel, which the driver may not do while a graph is recorded
 
     def __dealloc__(self):
         try:
@@ -214,16 +214,16 @@ cdef class Lane:
         return 0
 
     def _record(self, int n_steps):
-        self.device.begin_graph()
+        cdef uintptr_t stream = self.device.begin_graph()
         try:
             for _ in range(n_steps):
-                self.enqueue()
+                self.enqueue(<void *>stream)
         except BaseException:
             self.device.abandon_graph()
             raise
         return self.device.end_graph()
 
-    cdef int enqueue(self) except -1:
+    cdef int enqueue(self, void *stream) except -1:
         """Enqueues one step of the rows, whatever their state will be by then."""
         cdef tl_batch batch
         cdef LaneRows *there = &self._there
@@ -240,7 +240,7 @@ cdef class Lane:
         batch.sampling = there.sampling
         batch.decode = there.decode
         self._plan.context.library.check(
-            self._plan.context.library.f.plan_enqueue(self._plan.handle, &batch, self._plan.context.stream), "enqueueing a step"
+            self._plan.context.library.f.plan_enqueue(self._plan.handle, &batch, stream), "enqueueing a step"
         )
         return 0
 
