@@ -132,6 +132,18 @@ def test_what_a_cancelled_row_had_launched_disturbs_nobody(model):
         assert model.kv_nbytes == 0 and model._engine.plan.store.reserved_nbytes == 0
 
 
+def test_a_row_whose_generation_is_dropped_leaves(emulated, model):
+    asked = prompts(4)
+    want = alone(model, asked, 20)
+    batch = started(model, asked, 20)
+    step_generations(batch)
+    held, calls = model.kv_nbytes, emulated.n_calls
+    batch.pop()
+    assert model.kv_nbytes < held
+    assert finish(batch) == want[:3]
+    assert model.generate_batch(asked, 20, 1, **DRAWN) == want and emulated.n_calls == calls  # its lane came back
+
+
 def test_any_part_of_them_may_be_stepped_together_or_alone(model):
     asked = prompts(4)
     want, rng = alone(model, asked, 20), np.random.default_rng(3)
@@ -148,8 +160,8 @@ def test_any_part_of_them_may_be_stepped_together_or_alone(model):
 @pytest.mark.parametrize("nth", [1, 2, 5])
 def test_one_that_lacks_a_page_fails_alone(model, nth):
     asked = prompts(4)
-    want = alone(model, asked, 40)
-    batch = started(model, asked, 40)
+    want = alone(model, asked, 24)
+    batch = started(model, asked, 24)
     with PageFault(model, nth) as fault:
         got = finish(batch)
     assert fault.taken >= nth

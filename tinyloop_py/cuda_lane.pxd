@@ -37,13 +37,12 @@ cdef class Lane:
     cdef list _history, _bias          # of each row on the device, where they are in use
     cdef int _stride, _n_stages
     cdef int serial                    # no draw so far has a higher one
-    cdef list steppers                 # of each row: whose sequence it steps, or None
     cdef list left                     # rows that their stepper has left, and that may still be at work
-    cdef int n_used
+    cdef int n_used                    # rows that a stepper has
 
     cdef int64_t lay_out(self, uintptr_t base, LaneRows *rows) noexcept
     cdef int clear(self) except -1
-    cdef int set_row(self, int row, object stepper, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left) except -1
+    cdef int set_row(self, int row, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left) except -1
     cdef int set_bias(self, int row, tl_sampling *sampling) except -1
     cdef uintptr_t history_of(self, int row, const int32_t *tokens, int n_tokens) except 0
     cdef int send_rows(self) except -1

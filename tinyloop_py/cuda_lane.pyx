@@ -61,7 +61,7 @@ cdef class Lane:
         self._plan = plan
         self._graphs = {}
         self._history, self._bias = [None] * n_rows, [None] * n_rows
-        self.steppers, self.left = [None] * n_rows, []
+        self.left = []
         self._stride = plan.desc.table_stride
         self._n_stages = TL_STAGE_CORE + loops
         nbytes = self.lay_out(0, &self._there)
@@ -120,7 +120,7 @@ cdef class Lane:
         self.left = []
         return 0
 
-    cdef int set_row(self, int row, object stepper, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left) except -1:
+    cdef int set_row(self, int row, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left) except -1:
         """Sets a row's state: its last token runs first, and draws begin after `serial`."""
         cdef tl_sampling *asked = self._here.sampling + row
         cdef tl_decode *decode = self._here.decode + row
@@ -143,7 +143,6 @@ cdef class Lane:
         decode.out_size = RING
         self._here.token[row] = tokens[n_tokens - 1]
         self._here.pos[row] = n_tokens - 1
-        self.steppers[row] = stepper
         self.n_used += 1
         return 0
 
@@ -187,7 +186,6 @@ cdef class Lane:
 
     cdef bint leave(self, int row) noexcept:
         """A row's stepper goes; steps launched so far still run. Whether that was the last of them."""
-        self.steppers[row] = None
         self.left.append(row)
         self.n_used -= 1
         return self.n_used == 0

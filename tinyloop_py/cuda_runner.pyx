@@ -233,7 +233,7 @@ cdef class CudaRunner(Runner):
                 s = steppers[row]
                 s.board(lane, row)
             lane.send_rows()
-            launch_ahead(lane)
+            launch_ahead(lane, steppers)
         except BaseException:
             if lane.n_used == 0:
                 self.take_back(lane)
@@ -247,7 +247,7 @@ cdef class CudaRunner(Runner):
         if not fills(lane, steppers, rows_for(self.plan, len(steppers))):
             return False
         lane.stop_rows()
-        launch_ahead(lane)
+        launch_ahead(lane, steppers)
         return True
 
     cdef Lane lane(self, int loops, int window, int n_rows):

@@ -19,4 +19,4 @@ cdef class CudaStepper(Stepper):
 
 
 cdef bint fills(Lane lane, list steppers, int n_rows) except -1
-cdef int launch_ahead(Lane lane) except -1
+cdef int launch_ahead(Lane lane, list steppers) except -1

@@ -24,10 +24,13 @@ cdef class CudaStepper(Stepper):
         self.seq = seq
         self._sampling = sampling
 
+    def __dealloc__(self):
+        self.stop()  # of a generation that was dropped
+
     cdef int board(self, Lane lane, int row) except -1:
         """Takes a row of a lane; the caller sends it to the device."""
         self._first_serial = lane.serial
-        lane.set_row(row, self, self._sampling, self._tokens, self._first_pos + 1, self._n_left)
+        lane.set_row(row, self._sampling, self._tokens, self._first_pos + 1, self._n_left)
         self.lane, self._row = lane, row
         return 0
 
@@ -61,7 +64,7 @@ cdef class CudaStepper(Stepper):
         cdef Lane lane = self.lane
         self.lane = None
         self.n_ahead = 0
-        if lane is not None and lane.leave(self._row):
+        if lane is not None and lane.leave(self._row) and self._runner is not None:
             self._runner.take_back(lane)
 
 
@@ -76,21 +79,24 @@ cdef bint fills(Lane lane, list steppers, int n_rows) except -1:
     return True
 
 
-cdef int launch_ahead(Lane lane) except -1:
-    """Launches as many steps as may be ahead. A row that lacks a page gets an `error`, and leaves. The engine's lock is held."""
+cdef int launch_ahead(Lane lane, list steppers) except -1:
+    """Launches as many steps as may be ahead of a lane's steppers. One that lacks a page gets an `error`, and leaves.
+
+    The engine's lock is held.
+    """
     cdef CudaStepper s
     cdef int n, left, ahead
     while True:
         left = ahead = 0
-        for s in lane.steppers:
-            if s is not None:
+        for s in steppers:
+            if s.lane is not None:
                 left = max(left, s._n_left - s._n_launched)
                 ahead = max(ahead, s.n_ahead)
         if left == 0 or ahead > lane.max_ahead - lane.steps_of_graph:
             return 0
         n = lane.steps_of_graph if left >= lane.steps_of_graph else 1
-        for s in lane.steppers:
-            if s is not None:
+        for s in steppers:
+            if s.lane is not None:
                 try:
                     s.make_room(n)
                 except Exception as error:
@@ -101,8 +107,8 @@ cdef int launch_ahead(Lane lane) except -1:
             return 0
         lane.launch(n)
         lane.serial += n
-        for s in lane.steppers:
-            if s is not None:
+        for s in steppers:
+            if s.lane is not None:
                 left = min(n, s._n_left - s._n_launched)
                 s._n_launched += left
                 s.n_ahead += left

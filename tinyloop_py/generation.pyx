@@ -177,6 +177,7 @@ cdef class Generation:
         cdef int32_t zero = 0
         if self.runs_ahead() and self.run_ahead():
             return 0
+        self.end_ahead()
         memset(&want, 0, sizeof(want))
         want.sections = TL_RUN_HEAD
         want.n_out = 1
@@ -188,14 +189,14 @@ cdef class Generation:
 
     cdef bint run_ahead(self) except -1:
         """Draws the next token by steps that run ahead; False where there is no memory for their state."""
-        if self.stepper is None or self.stepper.low():
-            if not launch_ahead(self.engine, [self]):
-                return False
-            error = self.stepper.error
-            if error is not None:
-                self.end_ahead()
-                raise error
-        self.take_ahead()
+        if (self.stepper is None or self.stepper.low()) and not launch_ahead(self.engine, [self]) and self.stepper is None:
+            return False
+        error = self.stepper.error
+        if error is not None:
+            self.end_ahead()
+            raise error
+        if not self.take_ahead():
+            return False
         self.engine.check_signals(self.seq)
         return True
 
