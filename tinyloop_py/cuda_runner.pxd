@@ -26,7 +26,7 @@ cdef class CudaRunner(Runner):
     cdef int lay_inputs(self, const tl_batch *batch, tl_batch *there) except -1
     cdef uintptr_t transit(self) except 0
     cdef int64_t half_nbytes(self, int n_layers) noexcept
-    cdef int lay_tables(self, const tl_batch *batch, int64_t first, int n_seqs) except -1
+    cdef const int32_t *const *put_tables(self, const int32_t *const *source, int n, int64_t nbytes) noexcept
     cdef int lay_sampling(self, const tl_batch *batch, int64_t first) except -1
     cdef int lay_outputs(self, const tl_batch *batch, tl_batch *there) except -1
     cdef int fetch(self, void *to, const void *source, int64_t nbytes) except -1

@@ -87,8 +87,8 @@ cdef class CudaRunner(Runner):
 
     cdef int lay_inputs(self, const tl_batch *batch, tl_batch *there) except -1:
         """Puts every array that a batch reads, and has `there` point to them: those that a graph knows first, so that they stay in place."""
-        cdef int i, n_seqs = 0, n_rows = batch.n_rows
-        cdef int64_t sampling, tables
+        cdef int i, n_seqs = 0, n_rows = batch.n_rows, stride = self.plan.desc.table_stride
+        cdef int64_t table_nbytes = <int64_t>(TL_STAGE_CORE + batch.loop_end) * stride * sizeof(int32_t), sampling
         self._used = 0
         there.token = <const int32_t *>self.put(batch.token if n_rows else NULL, n_rows * sizeof(int32_t))
         there.pos = <const int32_t *>self.put(batch.pos if n_rows else NULL, n_rows * sizeof(int32_t))
@@ -98,25 +98,24 @@ cdef class CudaRunner(Runner):
         there.sampling = <const tl_sampling *>self.put(batch.sampling, batch.n_out * sizeof(tl_sampling))
         for i in range(n_rows):
             n_seqs = max(n_seqs, batch.seq[i] + 1)
-        tables = self._used
-        there.page_table = <const int32_t *const *>self.put(batch.page_table if n_seqs else NULL, n_seqs * sizeof(void *))
-        self.lay_tables(batch, tables, n_seqs)
-        if batch.sampling != NULL:
-            self.lay_sampling(batch, sampling)
+        there.page_table = self.put_tables(batch.page_table, n_seqs, table_nbytes)
         if not batch.sections & TL_RUN_CORE:
             there.x_in = <const float *>self.put(batch.x_in, <int64_t>(n_rows or batch.n_out) * self.plan.desc.dim * 4)
+        there.operand_table = self.put_tables(batch.operand_table, n_seqs, table_nbytes)
+        if batch.sampling != NULL:
+            self.lay_sampling(batch, sampling)
         return 0
 
-    cdef int lay_tables(self, const tl_batch *batch, int64_t first, int n_seqs) except -1:
-        """Puts the page tables, and their addresses to where those are put."""
-        cdef int64_t nbytes = <int64_t>(TL_STAGE_CORE + batch.loop_end) * self.plan.desc.table_stride * sizeof(int32_t)
-        cdef uintptr_t table
+    cdef const int32_t *const *put_tables(self, const int32_t *const *source, int n, int64_t nbytes) noexcept:
+        """Adds the page tables of n sequences, of so many bytes each."""
         cdef int i
-        for i in range(n_seqs):
-            table = self.put(batch.page_table[i], nbytes)
+        cdef int64_t tables = self._used
+        cdef uintptr_t at = self.put(source if n else NULL, n * sizeof(void *)), table
+        for i in range(0 if source == NULL else n):
+            table = self.put(source[i], nbytes)
             if self._writes:
-                (<uintptr_t *>(self._staging.pointer + first))[i] = table
-        return 0
+                (<uintptr_t *>(self._staging.pointer + tables))[i] = table
+        return <const int32_t *const *>at
 
     cdef int lay_sampling(self, const tl_batch *batch, int64_t first) except -1:
         """Puts the arrays of the samplings, and their addresses to where those are put."""
