@@ -46,7 +46,7 @@ step_check() {
 }
 
 step_exact() {
-  step exact "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/test_cuda.py tests/test_exactness.py tests/test_backend_reference.py
+  step exact "$PYTHON" -m pytest -q -x -p no:cacheprovider tests/test_cuda.py tests/test_cuda_batch.py tests/test_cuda_resume.py tests/test_exactness.py tests/test_backend_reference.py
 }
 
 step_suite() {

@@ -52,8 +52,6 @@ const char *missing_of(const tl_plan_desc &d) {
 
 const char *missing_of(const tl_batch &b) {
   if (b.operand_table || (b.sections & TL_RUN_REBUILD)) return "operand pages and TL_RUN_REBUILD are not there on CUDA";
-  if (b.x_out || b.e_out || b.e_in) return "tl_batch.x_out, e_out and e_in are not there on CUDA";
-  if (b.sections != TL_RUN_HEAD && !(b.sections & TL_RUN_PRELUDE)) return "rows that start behind the prelude are not there on CUDA";
   return nullptr;
 }
 
@@ -224,6 +222,7 @@ tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *stream) {
   return guarded([&]() -> tl_status {
     TL_REQUIRE(plan && batch && plan->memory, "a pointer is NULL, or the plan has no scratch memory yet");
     TL_CHECK(tl::check_batch(plan->desc, *batch));
+    TL_CHECK(tl::check_injected(plan->phases.data(), (int)plan->phases.size(), *batch));
     TL_HAVE(*batch);
     tl::use_device(plan->context);
     tl::enqueue_batch(*plan, *batch, (cudaStream_t)stream);

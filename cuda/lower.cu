@@ -30,7 +30,10 @@ class Lowering {
  private:
   void lower() {
     start_program();
-    if (b_.sections & TL_RUN_PRELUDE) section(0, TL_STAGE_PRELUDE);
+    if (b_.sections & TL_RUN_PRELUDE)
+      section(0, TL_STAGE_PRELUDE);
+    else if (b_.sections != TL_RUN_HEAD)
+      add_op(kRowLoad, b_.x_in, d_.dim);
     if (b_.sections & TL_RUN_CORE)
       for (int loop = b_.loop_begin; loop < b_.loop_end; loop++) {
         loops_.push_back((int)parts_.size());
@@ -38,6 +41,10 @@ class Lowering {
         if (b_.boundary_x && b_.n_out) copy_out_rows(b_.boundary_x + (int64_t)(loop - b_.loop_begin) * b_.n_out * d_.dim);
       }
     loops_.push_back((int)parts_.size());
+    if (b_.x_out) {
+      add_op(kRowStore, b_.x_out, d_.dim);
+      flush(current_);  // the head's program runs for the out rows alone
+    }
     if (b_.sections & TL_RUN_CODA) section(2, TL_STAGE_CODA);
     if (!(b_.sections & TL_RUN_HEAD)) return flush(0);
     if (b_.n_out) section(3, 0);
@@ -64,7 +71,10 @@ class Lowering {
   // ---- the row program
 
   float *x(int i) const { return p_.buffer(p_.scratch.x[i]); }
-  float *e() const { return p_.buffer(p_.scratch.e); }
+  // What the loops inject: saved by this batch's prelude, or given where it is left out.
+  bool e_is_given() const { return b_.e_in && !(b_.sections & TL_RUN_PRELUDE); }
+  const float *e() const { return e_is_given() ? b_.e_in : p_.buffer(p_.scratch.e); }
+  int e_stride() const { return e_is_given() ? d_.dim : p_.dim_pad; }
   float *y() const { return p_.buffer(p_.scratch.y); }
 
   // An empty program that reads x where it is.
@@ -123,12 +133,12 @@ class Lowering {
 
   // A product of the program's result, normed where the phase has a norm, with e behind it where asked.
   void product_of_rows(const tl_phase &phase, int n_rows, const Epilogue &epilogue, bool keeps_x, bool with_e = false) {
+    if (with_e) program_.tail = e(), program_.tail_stride = e_stride();
     const bool fused = n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv && fits_gemv(program_);
     const int to = fused ? 1 - current_ : current_;  // CTAs that run the same program still read x
     const bool stores = keeps_x && changed_;
     if (stores) add_op(kRowStore, x(to), p_.dim_pad);
     if (phase.norm) add_op(kRowNorm, phase.norm);
-    if (with_e) program_.tail = e(), program_.tail_stride = p_.dim_pad;
     const Operand operand = operand_of(p_.scratch.operand, phase.weight, n_rows);
     if (!fused) launch_rows(launcher(), n_rows, RowsArgs{program_, operand});
     product(phase, n_rows, operand, fused ? &program_ : nullptr, epilogue);
@@ -148,7 +158,7 @@ class Lowering {
     switch (f.kind) {
       case TL_PHASE_EMBED: program_.embedding = matrix_of(f.weight); return add_op(kRowEmbed, nullptr, 0, f.scale);
       case TL_PHASE_STATE_INIT: return state_init(f);
-      case TL_PHASE_INJECT: return f.weight.data ? inject(f) : add_op(kRowAdd, e(), p_.dim_pad);
+      case TL_PHASE_INJECT: return f.weight.data ? inject(f) : add_op(kRowAdd, e(), e_stride());
       case TL_PHASE_QKV: return qkv(f);
       case TL_PHASE_ATTEND: return attend(f, p_.phases[i + 1]);
       case TL_PHASE_OUT: return residual(f, p_.scratch.attn);
@@ -161,14 +171,15 @@ class Lowering {
 
   void state_init(const tl_phase &f) {
     const bool saves = f.flags & TL_PHASE_SAVE_INPUT;
-    if (saves) add_op(kRowStore, e(), p_.dim_pad);
+    if (saves) add_op(kRowStore, p_.buffer(p_.scratch.e), p_.dim_pad);
+    if (b_.e_out) add_op(kRowStore, b_.e_out, d_.dim);
     if (b_.x_in)
       add_op(kRowLoad, b_.x_in, d_.dim);
     else if (f.option == TL_INIT_ZERO)
       add_op(kRowZero);
     else if (f.option == TL_INIT_NORMAL)
       add_op(kRowNoise, nullptr, 0, f.scale, f.seed);
-    if (saves) flush(current_);  // e must be in memory before anyone adds it
+    if (saves || b_.e_out) flush(current_);  // e must be in memory before anyone adds it, and is every row's
   }
 
   void inject(const tl_phase &f) {

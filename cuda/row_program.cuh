@@ -38,6 +38,7 @@ struct RowProgram {
 inline bool fits_gemv(const RowProgram &p) {
   for (int o = 0; o < p.n_ops; o++)
     if (p.op[o].kind > kRowStore || p.op[o].stride % 4 || (uint64_t)p.op[o].p % 16) return false;
+  if (p.tail && (p.tail_stride % 4 || (uint64_t)p.tail % 16)) return false;
   return p.dim % 4 == 0 && p.dim <= 4 * kThreads * kGemvQuads;
 }
 

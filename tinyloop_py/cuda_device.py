@@ -52,6 +52,7 @@ class CudaDevice:
         self.use()
         r = self.runtime
         self.stream = int(self.check(r.cudaStreamCreateWithFlags(r.cudaStreamNonBlocking), "making a stream"))
+        self._recorder = 0  # the stream that graphs are recorded on, once there is one
         self._granularity = 0
 
     def _why_unusable(self, status: Any) -> str:
@@ -106,7 +107,9 @@ class CudaDevice:
         if self.stream and self.is_own:
             self.runtime.cudaStreamSynchronize(self.stream)
             self.runtime.cudaStreamDestroy(self.stream)
-        self.stream = 0
+            if self._recorder:
+                self.runtime.cudaStreamDestroy(self._recorder)
+        self.stream = self._recorder = 0
 
     # ---- memory
 
@@ -180,14 +183,19 @@ class CudaDevice:
 
     # ---- graphs
 
-    def begin_graph(self) -> None:
-        """Records what this thread enqueues from here on instead of running it."""
-        mode = self.runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self.check(self.runtime.cudaStreamBeginCapture(self.stream, mode), "beginning a graph")
+    def begin_graph(self) -> int:
+        """A stream that records what is enqueued on it instead of running it; what other threads enqueue elsewhere runs."""
+        r = self.runtime
+        if not self._recorder:
+            self.use()
+            self._recorder = int(self.check(r.cudaStreamCreateWithFlags(r.cudaStreamNonBlocking), "making a stream"))
+        mode = r.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self.check(r.cudaStreamBeginCapture(self._recorder, mode), "beginning a graph")
+        return self._recorder
 
     def end_graph(self) -> Any:
         """The recorded work, ready to be launched."""
-        graph = self.check(self.runtime.cudaStreamEndCapture(self.stream), "recording a graph")
+        graph = self.check(self.runtime.cudaStreamEndCapture(self._recorder), "recording a graph")
         try:
             return self.check(self.runtime.cudaGraphInstantiate(graph, 0), "making a graph")
         finally:
@@ -195,7 +203,7 @@ class CudaDevice:
 
     def abandon_graph(self) -> None:
         """Ends a recording that failed."""
-        status, graph = self.runtime.cudaStreamEndCapture(self.stream)
+        status, graph = self.runtime.cudaStreamEndCapture(self._recorder)
         if not int(status) and graph:
             self.runtime.cudaGraphDestroy(graph)
         self.runtime.cudaGetLastError()

@@ -3,9 +3,11 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
+from .abi cimport TL_PAGE_POSITIONS, TL_RUN_CORE, TL_STAGE_CORE, tl_batch, tl_sampling
 from .cuda_context cimport CudaContext
-from .cuda_stepper cimport CudaStepper, Lane
+from .cuda_graphs cimport StepGraphs, rows_for
+from .cuda_lane cimport MAX_STOP, Lane
+from .cuda_stepper cimport CudaStepper, fills, launch_ahead
 from .library cimport Library
 from .plan cimport Plan
 from .runner cimport Runner, Stepper
@@ -14,7 +16,7 @@ from .sequence cimport Sequence
 
 from .cuda_memory import DeviceBuffer, PinnedBuffer
 
-cdef int MAX_IDLE_LANES = 8
+cdef int MAX_IDLE_LANES = 16
 
 
 cdef inline int64_t padded(int64_t nbytes) noexcept:
@@ -22,26 +24,14 @@ cdef inline int64_t padded(int64_t nbytes) noexcept:
 
 
 cdef class CudaRunner(Runner):
-    """A plan on a CUDA device.
+    """A plan on a CUDA device."""
 
-    Parameters
-    ----------
-    lock
-        The engine's: held while a lane's steps are enqueued.
-    """
-
-    def __init__(self, Plan plan, lock):
+    def __init__(self, Plan plan):
         Runner.__init__(self, plan)
-        self.keeps_hidden_rows = False
         self.device = (<CudaContext>plan.context).device
-        self.lock = lock
         self._copied = self.device.make_event()
+        self._graphs = StepGraphs(plan)
         self._lanes = {}
-
-    cpdef int check_open(self) except -1:
-        if self._lanes is None:
-            raise RuntimeError("tinyloop.Model is closed; a call that was running cannot go on")
-        return 0
 
     def close(self):
         if self._lanes is None:
@@ -49,30 +39,33 @@ cdef class CudaRunner(Runner):
         self._lanes = None
         self.device.wait("the last steps")
         self.device.drop_event(self._copied)
+        self._graphs.clear()
         self._staging = self._inputs = self._outputs = self._transit = None
 
     # ---- a batch
 
     cdef int run(self, tl_batch *batch) except -1:
-        cdef tl_batch there
-        cdef tl_status status
-        self.lay_outputs(batch, &there)
+        cdef tl_batch whole = batch[0], there
+        cdef bint repeats = self._graphs.pad(&whole)
+        self.lay_outputs(&whole, &there)
         self._writes = False
-        self.lay_inputs(batch, &there)
+        self.lay_inputs(&whole, &there)
         self.device.wait_for(self._copied)  # the batch before this one has been read
         if self._inputs is None or self._inputs.nbytes < self._used:
             self.device.wait("running the model")
+            self._graphs.clear()
             self._staging = self._inputs = None
             self._staging = PinnedBuffer(self.device, 2 * self._used, "the arrays of a step")
             self._inputs = DeviceBuffer(self.device, 2 * self._used, "the arrays of a step")
         self._writes = True
-        self.lay_inputs(batch, &there)
+        self.lay_inputs(&whole, &there)
         if self._used:
             self.device.copy(self._inputs.pointer, self._staging.pointer, self._used)
             self.device.record(self._copied)
-        with nogil:
-            status = self.plan.context.library.f.plan_enqueue(self.plan.handle, &there, self.plan.context.stream)
-        self.plan.context.library.check(status, "running the model")
+        if repeats:
+            self._graphs.run(&there)
+        else:
+            self._graphs.enqueue(&there, self.plan.context.stream)
         if batch.n_out:
             self.fetch(batch.sampled, there.sampled, batch.n_out * sizeof(int32_t))
             self.fetch(batch.final_x, there.final_x, <int64_t>batch.n_out * self.plan.desc.dim * 4)
@@ -93,48 +86,56 @@ cdef class CudaRunner(Runner):
         return at
 
     cdef int lay_inputs(self, const tl_batch *batch, tl_batch *there) except -1:
-        """Puts every array that a batch reads, and has `there` point to them."""
+        """Puts every array that a batch reads, and has `there` point to them: those that a graph knows first, so that they stay in place."""
         cdef int i, n_seqs = 0, n_rows = batch.n_rows, stride = self.plan.desc.table_stride
-        cdef int64_t table_nbytes = <int64_t>(TL_STAGE_CORE + batch.loop_end) * stride * sizeof(int32_t)
-        cdef uintptr_t tables, table
+        cdef int64_t table_nbytes = <int64_t>(TL_STAGE_CORE + batch.loop_end) * stride * sizeof(int32_t), sampling
         self._used = 0
         there.token = <const int32_t *>self.put(batch.token if n_rows else NULL, n_rows * sizeof(int32_t))
         there.pos = <const int32_t *>self.put(batch.pos if n_rows else NULL, n_rows * sizeof(int32_t))
         there.seq = <const int32_t *>self.put(batch.seq if n_rows else NULL, n_rows * sizeof(int32_t))
+        there.out_row = <const int32_t *>self.put(batch.out_row if batch.n_out else NULL, batch.n_out * sizeof(int32_t))
+        sampling = self._used
+        there.sampling = <const tl_sampling *>self.put(batch.sampling, batch.n_out * sizeof(tl_sampling))
         for i in range(n_rows):
             n_seqs = max(n_seqs, batch.seq[i] + 1)
-        there.page_table = NULL
-        if n_seqs:
-            tables = self._used
-            there.page_table = <const int32_t *const *>self.put(batch.page_table, n_seqs * sizeof(void *))
-            for i in range(n_seqs):
-                table = self.put(batch.page_table[i], table_nbytes)
-                if self._writes:
-                    (<uintptr_t *>(self._staging.pointer + tables))[i] = table
-        there.x_in = <const float *>self.put(batch.x_in, <int64_t>max(n_rows, 0 if n_rows else batch.n_out) * self.plan.desc.dim * 4)
-        there.out_row = <const int32_t *>self.put(batch.out_row if batch.n_out else NULL, batch.n_out * sizeof(int32_t))
-        there.sampling = <const tl_sampling *>self.lay_sampling(batch.sampling, batch.n_out)
+        there.page_table = self.put_tables(batch.page_table, n_seqs, table_nbytes)
+        if not batch.sections & TL_RUN_CORE:
+            there.x_in = <const float *>self.put(batch.x_in, <int64_t>(n_rows or batch.n_out) * self.plan.desc.dim * 4)
+        there.operand_table = self.put_tables(batch.operand_table, n_seqs, table_nbytes)
+        if batch.sampling != NULL:
+            self.lay_sampling(batch, sampling)
         return 0
 
-    cdef uintptr_t lay_sampling(self, const tl_sampling *sampling, int n) except? 0:
+    cdef const int32_t *const *put_tables(self, const int32_t *const *source, int n, int64_t nbytes) noexcept:
+        """Adds the page tables of n sequences, of so many bytes each."""
         cdef int i
-        cdef int64_t first = self._used
-        cdef uintptr_t at = self.put(sampling, n * sizeof(tl_sampling))
+        cdef int64_t tables = self._used
+        cdef uintptr_t at = self.put(source if n else NULL, n * sizeof(void *)), table
+        for i in range(0 if source == NULL else n):
+            table = self.put(source[i], nbytes)
+            if self._writes:
+                (<uintptr_t *>(self._staging.pointer + tables))[i] = table
+        return <const int32_t *const *>at
+
+    cdef int lay_sampling(self, const tl_batch *batch, int64_t first) except -1:
+        """Puts the arrays of the samplings, and their addresses to where those are put."""
+        cdef const tl_sampling *asked
         cdef tl_sampling *copy
         cdef uintptr_t ids, values, history
-        if sampling == NULL:
-            return 0
-        for i in range(n):
-            ids = self.put(sampling[i].bias_ids if sampling[i].n_bias else NULL, sampling[i].n_bias * sizeof(int32_t))
-            values = self.put(sampling[i].bias_values if sampling[i].n_bias else NULL, sampling[i].n_bias * sizeof(float))
-            counted = sampling[i].repetition_penalty != 1.0 and sampling[i].n_history
-            history = self.put(sampling[i].history if counted else NULL, sampling[i].n_history * sizeof(int32_t))
+        cdef bint counted
+        cdef int i
+        for i in range(batch.n_out):
+            asked = batch.sampling + i
+            ids = self.put(asked.bias_ids if asked.n_bias else NULL, asked.n_bias * sizeof(int32_t))
+            values = self.put(asked.bias_values if asked.n_bias else NULL, asked.n_bias * sizeof(float))
+            counted = asked.repetition_penalty != 1.0 and asked.n_history > 0
+            history = self.put(asked.history if counted else NULL, asked.n_history * sizeof(int32_t))
             if self._writes:
                 copy = <tl_sampling *>(self._staging.pointer + first) + i
                 copy.bias_ids, copy.bias_values, copy.history = <const int32_t *>ids, <const float *>values, <const int32_t *>history
                 if not counted:
                     copy.n_history = 0
-        return at
+        return 0
 
     cdef uintptr_t room(self, int64_t nbytes) noexcept:
         """The next part of the outputs."""
@@ -155,6 +156,7 @@ cdef class CudaRunner(Runner):
             if self._outputs is not None and self._outputs.nbytes >= self._out_used:
                 break
             self.device.wait("running the model")
+            self._graphs.clear()
             self._outputs = None
             self._outputs = DeviceBuffer(self.device, max(self._out_used, 4096), "the results of a step")
         return 0
@@ -212,23 +214,54 @@ cdef class CudaRunner(Runner):
 
     # ---- sequences that step by themselves
 
+    cdef bint runs_ahead(self, Sampling sampling) noexcept:
+        return len(sampling.stop_tokens) <= MAX_STOP
+
     cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
-        if not CudaStepper.takes(sampling) or n_left < 1:
-            return None
-        key = (seq.loops, seq.window)
-        idle = self._lanes.get(key)
-        cdef Lane lane = idle.pop() if idle else Lane(self, seq.loops, seq.window)
-        cdef CudaStepper stepper = CudaStepper(self, lane)
-        stepper.begin(seq, sampling, tokens, n_tokens, n_left)
+        cdef CudaStepper stepper = CudaStepper(self, seq, sampling)
+        stepper._tokens, stepper._first_pos, stepper._n_left = tokens, n_tokens - 1, n_left
         return stepper
 
+    cdef int begin(self, list steppers) except -1:
+        cdef CudaStepper s = steppers[0]
+        cdef Lane lane = self.lane(s.seq.loops, s.seq.window, rows_for(self.plan, len(steppers)))
+        cdef int row
+        try:
+            lane.clear()
+            for row in range(len(steppers)):
+                s = steppers[row]
+                s.board(lane, row)
+            lane.send_rows()
+            launch_ahead(lane, steppers)
+        except BaseException:
+            if lane.n_used == 0:
+                self.take_back(lane)
+            for s in steppers:
+                s.stop()
+            raise
+        return 0
+
+    cdef bint go_on(self, list steppers) except -1:
+        cdef Lane lane = (<CudaStepper>steppers[0]).lane
+        if not fills(lane, steppers, rows_for(self.plan, len(steppers))):
+            return False
+        lane.stop_rows()
+        launch_ahead(lane, steppers)
+        return True
+
+    cdef Lane lane(self, int loops, int window, int n_rows):
+        """One that is idle, or a new one."""
+        idle = self._lanes.get((loops, window, n_rows))
+        return idle.pop() if idle else Lane(self.plan, loops, window, n_rows)
+
     def take_back(self, Lane lane):
-        """A lane whose stepper has ended, for the next one of its depth and window."""
+        """A lane that all steppers have left, for the next ones of its depth, window and rows."""
         if self._lanes is None:
             return
-        idle = self._lanes.pop((lane.loops, lane.window), [])
+        key = lane.loops, lane.window, lane.n_rows
+        idle = self._lanes.pop(key, [])
         idle.append(lane)
-        self._lanes[(lane.loops, lane.window)] = idle  # the latest used last
+        self._lanes[key] = idle  # the latest used last
         if sum(len(lanes) for lanes in self._lanes.values()) > MAX_IDLE_LANES:
             oldest = next(iter(self._lanes))
             self._lanes[oldest].pop(0)

@@ -37,7 +37,7 @@ cdef class Engine:
         self.max_out = plan.desc.max_out
         self._lock = threading.Lock()
         self._pid = getpid()
-        self.runner = CudaRunner(plan, self._lock) if isinstance(plan.context, CudaContext) else Runner(plan)
+        self.runner = CudaRunner(plan) if isinstance(plan.context, CudaContext) else Runner(plan)
         n = max(self.max_rows, self.max_out)
         self._pos = <int32_t *>malloc(n * sizeof(int32_t))
         self._seq = <int32_t *>malloc(n * sizeof(int32_t))

@@ -27,14 +27,16 @@ cdef class Generation:
     cdef str _ending                   # the finish reason that a running step leaves
     cdef readonly object logits        # float32 (vocab_size,) that the last token was drawn from, or None
     cdef float *_logits
-    cdef Stepper stepper               # where the backend runs steps ahead, from the first that can
-    cdef bint _steps_singly            # it does not
+    cdef Stepper stepper               # from the first step that ran ahead of the host to the next one that did not
+    cdef bint _runs_ahead              # the backend has such steps
 
     cdef int open(self, KvPrefix prefix) except -1
     cdef int run_prompt(self) except -1
     cdef int run_head(self, tl_batch *want) except -1
     cdef int run_last(self) except -1
     cdef bint run_ahead(self) except -1
+    cdef bint runs_ahead(self) noexcept
+    cdef bint take_ahead(self) except -1
     cdef void end_ahead(self) noexcept
     cdef int ask(self, tl_batch *want) except -1
     cdef int end_prompt(self) except -1
@@ -47,3 +49,6 @@ cdef class Generation:
     cdef int start(self) except -1
     cdef int next_token(self) except? -2
     cdef int take(self) except? -2
+
+
+cdef bint launch_ahead(Engine engine, list generations) except -1

@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 from .abi cimport TL_RUN_HEAD, tl_batch
 from .engine cimport Engine
 from .pool cimport PrefixPool
-from .runner cimport Stepper
+from .runner cimport Runner, Stepper
 from .sampling cimport Sampling
 from .sequence cimport KvPrefix
 
@@ -41,6 +41,7 @@ cdef class Generation:
         self.engine = engine
         self.sampling = sampling
         self.key = key
+        self._runs_ahead = engine.runner.runs_ahead(sampling)
         self.max_tokens = max_tokens
         self.n_prompt = self.n_tokens = tokens.shape[0]
         self.tokens = <int32_t *>malloc((self.n_prompt + max_tokens) * sizeof(int32_t))
@@ -174,8 +175,9 @@ cdef class Generation:
         """Runs the last token's row and draws the next."""
         cdef tl_batch want
         cdef int32_t zero = 0
-        if self.run_ahead():
+        if self.runs_ahead() and self.run_ahead():
             return 0
+        self.end_ahead()
         memset(&want, 0, sizeof(want))
         want.sections = TL_RUN_HEAD
         want.n_out = 1
@@ -186,21 +188,28 @@ cdef class Generation:
         return 0
 
     cdef bint run_ahead(self) except -1:
-        """Draws the next token by steps that the backend runs ahead, where it does."""
-        if self.stepper is None:
-            if self._steps_singly or self._logits != NULL:
-                return False
-            with self.engine._lock:
-                self.engine.check_open()
-                self.stepper = self.engine.runner.stepper(
-                    self.seq, self.sampling, self.tokens, self.n_tokens, self.n_prompt + self.max_tokens - self.n_tokens
-                )
-            self._steps_singly = self.stepper is None
-            if self._steps_singly:
-                return False
-        self._drawn = self.stepper.next()
-        self._has_drawn = True
+        """Draws the next token by steps that run ahead; False where there is no memory for their state."""
+        if (self.stepper is None or self.stepper.low()) and not launch_ahead(self.engine, [self]) and self.stepper is None:
+            return False
+        error = self.stepper.error
+        if error is not None:
+            self.end_ahead()
+            raise error
+        if not self.take_ahead():
+            return False
         self.engine.check_signals(self.seq)
+        return True
+
+    cdef bint runs_ahead(self) noexcept:
+        """Whether its steps may run ahead of the host."""
+        return self._runs_ahead and self._logits == NULL
+
+    cdef bint take_ahead(self) except -1:
+        """Draws the next token where steps have run ahead."""
+        if self.stepper is None or self.stepper.n_ahead == 0:
+            return False
+        self._drawn = self.stepper.take()
+        self._has_drawn = True
         return True
 
     cdef void end_ahead(self) noexcept:
@@ -326,3 +335,34 @@ cdef class Generation:
     def n_prefilled(self):
         """Prompt tokens that run through the model."""
         return self.n_prompt - self.n_cached
+
+
+cdef bint launch_ahead(Engine engine, list generations) except -1:
+    """Has further steps of generations run ahead of the host together; False where there is no memory for their state.
+
+    Those that have nothing ahead while others have wait until that is taken, as all begin together.
+    """
+    cdef Generation g
+    cdef Runner runner = engine.runner
+    cdef Stepper stepper
+    cdef list steppers = [g.stepper for g in generations]
+    try:
+        with engine._lock:
+            engine.check_open()
+            if None not in steppers and runner.go_on(steppers):
+                return True
+            for stepper in steppers:
+                if stepper is not None and stepper.n_ahead:
+                    return True
+            for g in generations:
+                g.end_ahead()
+                g.stepper = runner.stepper(g.seq, g.sampling, g.tokens, g.n_tokens, g.n_prompt + g.max_tokens - g.n_tokens)
+            try:
+                runner.begin([g.stepper for g in generations])
+            except BaseException:
+                for g in generations:
+                    g.end_ahead()
+                raise
+    except OutOfMemoryError:
+        return False
+    return True

@@ -1,6 +1,7 @@
 """Hidden rows: the x of every token of a prompt at one loop boundary, from which further loops go on.
 
-They lie in one run, not in pages: a step reads the rows of its tokens as they lie, and a prompt's rows come and go as a whole.
+They lie in one run of the backend's memory, not in pages: a step reads the rows of its tokens as they lie, and a prompt's rows
+come and go as a whole.
 """
 
 cimport cython

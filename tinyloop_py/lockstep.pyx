@@ -12,7 +12,8 @@ from libc.string cimport memcpy, memset
 
 from .abi cimport TL_RUN_ALL, TL_RUN_HEAD, tl_batch, tl_sampling
 from .engine cimport Engine
-from .generation cimport Generation
+from .generation cimport Generation, launch_ahead
+from .runner cimport Stepper
 
 
 def step_generations(list generations, int max_rows=0):
@@ -32,8 +33,8 @@ def step_generations(list generations, int max_rows=0):
     Returns
     -------
     list of int or None
-        The token that each drew: None while its prompt still runs, and where it has ended. One that fails alone, for want
-        of a page, ends with its `error`; the others go on.
+        The token that each drew: None while its prompt still runs, where it has ended, and on a GPU for some calls where others
+        have steps ahead that it has not. One that fails alone, for want of a page, ends with its `error`; the others go on.
 
     Raises
     ------
@@ -89,6 +90,9 @@ cdef int run_group(list generations, int max_rows) except -1:
     cdef list parts, counts
     cdef int n_rows, n
     max_rows = max_rows if max_rows > 0 else engine.max_rows
+    if drawing and not prompts and run_ahead(engine, drawing):
+        return 0
+    drawing = [g for g in drawing if not (<Generation>g)._has_drawn and not (<Generation>g).take_ahead()]
     while drawing or prompts:
         parts, drawing = drawing[:engine.max_out], drawing[engine.max_out:]
         counts = [1] * len(parts)
@@ -105,6 +109,36 @@ cdef int run_group(list generations, int max_rows) except -1:
             prompts = []
         run_parts(engine, parts, counts)
     return 0
+
+
+cdef bint run_ahead(Engine engine, list generations) except -1:
+    """Has generations draw by steps that run ahead of the host; False where some have to share native steps.
+
+    Rows that run ahead begin together. One that comes to others draws nothing before they have taken what was ahead.
+    """
+    cdef Generation g
+    cdef Stepper stepper
+    cdef list part
+    cdef bint low
+    cdef int first
+    for g in generations:
+        if not g.runs_ahead():
+            return False
+    for first in range(0, len(generations), engine.max_out):
+        part = generations[first:first + engine.max_out]
+        low = False
+        for g in part:
+            low = low or g.stepper is None or g.stepper.low()
+        if low and not launch_ahead(engine, part):
+            return False
+        for g in part:
+            stepper = g.stepper
+            if stepper is not None and stepper.error is not None:
+                g.end_ahead()
+                settle(g, stepper.error)
+            else:
+                g.take_ahead()
+    return True
 
 
 cdef int run_parts(Engine engine, list parts, list counts) except -1:

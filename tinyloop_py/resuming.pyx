@@ -53,7 +53,7 @@ class Resuming:
         TypeError, ValueError
             An argument is not of its kind or out of range.
         RuntimeError
-            The model is closed or on CUDA, or the prompt exceeds max_seq_len.
+            The model is closed, or the prompt exceeds max_seq_len.
         OutOfMemoryError
             Memory or kv_budget does not suffice; a RuntimeError.
         """
@@ -63,8 +63,6 @@ class Resuming:
         cdef ResumeHandle handle = ResumeHandle.__new__(ResumeHandle)
         if pool is not None and not isinstance(pool, PrefixPool):
             raise TypeError(f"pool must be a PrefixPool or None, got {type(pool).__name__}")
-        if not self._engine.runner.keeps_hidden_rows:
-            raise RuntimeError(f"resume handles are not there on {self.device!r} yet; open the model with device='cpu'")
         self.warn_depth(key[1])
         handle.engine = self._engine
         handle.model_key = self.model_key

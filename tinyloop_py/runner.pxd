@@ -8,16 +8,22 @@ from .sequence cimport Sequence
 
 cdef class Runner:
     cdef readonly Plan plan
-    cdef readonly bint keeps_hidden_rows  # whether batches hand x and e of every row out, and go on from them
 
     cdef int run(self, tl_batch *batch) except -1
     cdef int read_page(self, int part, int32_t page, void *keys, void *values) except -1
     cdef int write_page(self, int part, int32_t page, const void *keys, const void *values) except -1
     cdef int read_operands(self, int part, int32_t page, void *operands) except -1
     cdef int write_operands(self, int part, int32_t page, const void *operands) except -1
+    cdef bint runs_ahead(self, Sampling sampling) noexcept
     cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left)
+    cdef int begin(self, list steppers) except -1
+    cdef bint go_on(self, list steppers) except -1
 
 
 cdef class Stepper:
-    cdef int32_t next(self) except -1
+    cdef readonly int n_ahead          # draws that were launched and not taken
+    cdef readonly object error         # why it alone could not go on, or None
+
+    cdef bint low(self) noexcept
+    cdef int32_t take(self) except -1
     cdef void stop(self) noexcept

@@ -16,10 +16,12 @@ cdef class Runner:
 
     def __init__(self, Plan plan):
         self.plan = plan
-        self.keeps_hidden_rows = True
 
     cdef int run(self, tl_batch *batch) except -1:
-        """Runs a batch of host arrays; what it asks for is there on return. The engine's lock is held."""
+        """Runs a batch of host arrays; what it asks for is there on return. The engine's lock is held.
+
+        Hidden rows alone lie in the backend's memory: x_out, e_out, e_in, and x_in where the core runs.
+        """
         cdef tl_status status
         with nogil:
             status = self.plan.context.library.f.plan_enqueue(self.plan.handle, batch, NULL)
@@ -58,23 +60,44 @@ cdef class Runner:
         self.plan.context.library.check(status, "writing a page of operands")
         return 0
 
-    cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
-        """What draws up to `n_left` tokens after tokens[:n_tokens], of which the last has not run; None: step by step.
+    # ---- steps that run ahead of the host, where a backend has them
 
-        The engine's lock is held.
+    cdef bint runs_ahead(self, Sampling sampling) noexcept:
+        """Whether sequences that are drawn so may run ahead."""
+        return False
+
+    cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left):
+        """For up to `n_left` tokens after tokens[:n_tokens], of which the last has not run; `tokens` stays valid until `stop`."""
+        raise TypeError("a Runner whose steps do not run ahead")
+
+    cdef int begin(self, list steppers) except -1:
+        """Launches the first steps of new steppers, together. The engine's lock is held.
+
+        One that lacks a page has an `error`; whatever else fails raises, and all of them have stopped.
         """
-        return None
+        raise TypeError("a Runner whose steps do not run ahead")
+
+    cdef bint go_on(self, list steppers) except -1:
+        """Launches further steps, where they may begin none without others or with fewer rows; else False, and nothing has changed.
+
+        What is ahead is to be taken then, and all begin anew. Errors as of `begin`, but that nothing has stopped. The engine's lock is held.
+        """
+        return False
 
     def close(self):
         """Waits for all work; nothing runs afterwards. Idempotent."""
 
 
 cdef class Stepper:
-    """One sequence whose steps run ahead of the host that reads its tokens."""
+    """One sequence whose steps run ahead of the host that takes its tokens."""
 
-    cdef int32_t next(self) except -1:
-        """The next drawn token. The engine's lock is not held."""
+    cdef bint low(self) noexcept:
+        """Whether more steps may be launched."""
+        return False
+
+    cdef int32_t take(self) except -1:
+        """The next drawn token, of those that are ahead. The engine's lock is not held."""
         raise TypeError("a Stepper of no backend")
 
     cdef void stop(self) noexcept:
-        """No more steps are asked for. Idempotent; the engine's lock need not be held."""
+        """No more is asked for; what is ahead is dropped. Idempotent; the engine's lock need not be held."""
