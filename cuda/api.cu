@@ -45,7 +45,6 @@ constexpr const char *kNoOperands = "operand pages are not there on CUDA";
 
 // What the contract has and CUDA has not: NULL, or which it is.
 const char *missing_of(const tl_plan_desc &d) {
-  if (d.kv_dtype == TL_INT8 || d.kv_dtype == TL_INT4) return "keys and values of TL_INT8 and TL_INT4 are not there on CUDA";
   if (d.operand_base[0] || d.operand_base[1] || d.operand_base[2]) return kNoOperands;
   return nullptr;
 }
@@ -105,10 +104,9 @@ tl_status convert_page(tl_plan *plan, int32_t part, int32_t page, void *keys, vo
     TL_REQUIRE(plan && keys && values && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
     const tl_plan_desc &d = plan->desc;
     TL_REQUIRE(d.n_layers[part], "the part has no layers");
-    const uint64_t nbytes = tl::page_nbytes(d, part);
     tl::PageArgs a = {};
-    a.kv = tl::KvLayer{(uint8_t *)d.kv_base[part], nbytes, 0, d.kv_dtype, plan->head_pad};
-    a.layer_nbytes = nbytes / d.n_layers[part];
+    a.kv = tl::kv_layer(d, part, 0);
+    a.layer_nbytes = a.kv.page_nbytes / d.n_layers[part];
     a.page = page;
     a.n_layers = d.n_layers[part];
     a.n_kv_heads = d.n_kv_heads;
@@ -197,7 +195,8 @@ tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uin
   TL_REQUIRE(desc && key_nbytes && value_nbytes, "a pointer is NULL");
   TL_CHECK(tl::check_sizes(*desc));
   TL_HAVE(*desc);
-  *key_nbytes = *value_nbytes = (uint64_t)desc->head_dim * tl::kv_element_nbytes(desc->kv_dtype);
+  *key_nbytes = tl::key_row_nbytes(desc->kv_dtype, desc->head_dim);
+  *value_nbytes = tl::value_row_nbytes(desc->kv_dtype, desc->head_dim);
   return TL_OK;
 }
 

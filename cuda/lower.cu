@@ -156,10 +156,9 @@ class Lowering {
   }
 
   void qkv(const tl_phase &f) {
-    const uint64_t page = page_nbytes(d_, f.part), layers = d_.n_layers[f.part];
     place_ = {};
     place_.rows = Rows{b_.pos, b_.seq, b_.page_table, n_rows_, stage_, d_.table_stride};
-    place_.kv = KvLayer{(uint8_t *)d_.kv_base[f.part], page, page / layers * f.layer, d_.kv_dtype, p_.head_pad};
+    place_.kv = kv_layer(d_, f.part, f.layer);
     place_.qkv = p_.buffer(p_.scratch.qkv);
     place_.n_heads = d_.n_heads;
     place_.n_kv_heads = d_.n_kv_heads;
@@ -173,6 +172,8 @@ class Lowering {
     place_.cos = d_.rope_cos;
     place_.sin = d_.rope_sin;
     place_.q = p_.memory + p_.scratch.q;
+    place_.turn = turn_block(d_.kv_dtype, d_.head_dim);
+    place_.turn_scale = 1.0f / __builtin_sqrtf((float)place_.turn);
     place_.n_clamped = (unsigned long long *)(p_.memory + p_.scratch.n_clamped);
     placed_ = path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
     Epilogue to_qkv = {};

@@ -1,9 +1,9 @@
-// From a raw head of q, k or v to where attention reads it: RMSNorm, RoPE, one rounding to the KV type. One warp a head,
+// From a raw head of q, k or v to where attention reads it: RMSNorm, RoPE, one rounding to the KV type, or its codes. One warp a head,
 // float32 until the rounding. In a kernel of its own (place.cu), and at the head of the split attention (one row).
 #pragma once
 
+#include "codes.cuh"
 #include "launch.h"
-#include "math.cuh"
 
 namespace tl {
 
@@ -26,7 +26,9 @@ struct PlaceArgs {
   const float *q_norm, *k_norm;
   int32_t rotary_dim, interleaved;  // rotary_dim 0: no rope
   const float *cos, *sin;           // (max_pos, rotary_dim / 2)
-  void *q;                          // out: (n_rows, n_heads, head_pad) of the KV type
+  void *q;                          // out: (n_rows, n_heads) times query_nbytes()
+  int32_t turn;                     // block of dims in which quantised types turn heads, and 1 / sqrt of that
+  float turn_scale;
   unsigned long long *n_clamped;
 };
 

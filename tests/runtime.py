@@ -55,7 +55,7 @@ def model_file(name: str, dtype: str = "f32", group_size: int | None = None, see
 def open_model(device: str, name: str = "shipped", dtype: str = "f32", *, group_size: int | None = None, seed: int = 0, **arguments: Any) -> tl.Model:
     """The random model of CONFIGS[name], open; `max_seq_len` is 512 unless given."""
     if device.startswith("cuda") and arguments.get("kv_mode") not in (None, *CUDA_MODES):
-        pytest.skip("CUDA has float KV modes; test_cuda.py has the error")
+        pytest.skip("CUDA has not this KV mode; test_cuda.py has the error")
     return tl.Model(model_file(name, dtype, group_size, seed), arguments.pop("max_seq_len", 512), device=device, **arguments)
 
 

@@ -9,7 +9,7 @@ from .config import ModelConfig
 from .environment import is_on
 
 KV_DTYPES = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "int8": "int8", "int4": "int4", "h": "f16"}  # mode -> type of a stored value
-CUDA_MODES = ("fp16", "bf16", "fp32")
+CUDA_MODES = ("fp16", "bf16", "fp32", "int8", "int4")
 VARIABLES = {"h": "TINYLOOP_KV_H_MODE", "int8": "TINYLOOP_KV_INT8", "int4": "TINYLOOP_KV_INT4"}
 _GROUP = 32  # TL_KV_GROUP, dimensions that share a scale and a zero of int4 values; and TL_INT8_GROUP
 
