@@ -8,6 +8,7 @@
 #include "gemm.cuh"
 #include "gemv.cuh"
 #include "host.h"
+#include "operands.cuh"
 #include "pack.cuh"
 #include "page.cuh"
 #include "plan.h"
@@ -41,18 +42,10 @@ tl_status guarded(Body body) {
   }
 }
 
-constexpr const char *kNoOperands = "operand pages are not there on CUDA";
-
 // What the contract has and CUDA has not: NULL, or which it is.
-const char *missing_of(const tl_plan_desc &d) {
-  if (d.operand_base[0] || d.operand_base[1] || d.operand_base[2]) return kNoOperands;
-  return nullptr;
-}
-
 const char *missing_of(const tl_batch &b) {
-  if (b.operand_table || (b.sections & TL_RUN_REBUILD)) return "operand pages and TL_RUN_REBUILD are not there on CUDA";
   if (b.x_out || b.e_out || b.e_in) return "tl_batch.x_out, e_out and e_in are not there on CUDA";
-  if (b.sections != TL_RUN_HEAD && !(b.sections & TL_RUN_PRELUDE)) return "rows that start behind the prelude are not there on CUDA";
+  if (b.sections != TL_RUN_HEAD && !(b.sections & (TL_RUN_PRELUDE | TL_RUN_REBUILD))) return "rows that start behind the prelude are not there on CUDA";
   return nullptr;
 }
 
@@ -120,6 +113,21 @@ tl_status convert_page(tl_plan *plan, int32_t part, int32_t page, void *keys, vo
   });
 }
 
+tl_status convert_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, bool imports, void *stream) {
+  return guarded([&]() -> tl_status {
+    TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
+    TL_REQUIRE(plan->desc.operand_base[part], "the plan keeps no operands of the part");
+    const tl_phase *phases = plan->phases.data();
+    const int n = (int)plan->phases.size();
+    const uint64_t nbytes = tl::operand_page_nbytes(phases, n, part);
+    uint8_t *in_page = (uint8_t *)plan->desc.operand_base[part] + page * nbytes, *outside = (uint8_t *)operands;
+    tl::use_device(plan->context);
+    tl::launch_operand_page({plan->context, (cudaStream_t)stream},
+                            {imports ? outside : in_page, imports ? in_page : outside, tl::operand_nbytes(phases, n, part), nbytes});
+    return TL_OK;
+  });
+}
+
 }  // namespace
 
 extern "C" {
@@ -172,7 +180,6 @@ tl_status tl_plan_create(tl_context *context, const tl_plan_desc *desc, tl_plan 
   return guarded([&]() -> tl_status {
     TL_REQUIRE(context && desc && out, "a pointer is NULL");
     TL_CHECK(tl::check_plan(*desc));
-    TL_HAVE(*desc);
     *out = new tl_plan(*context, *desc);
     return TL_OK;
   });
@@ -186,7 +193,6 @@ tl_status tl_plan_destroy(tl_plan *plan) {
 tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes) {
   TL_REQUIRE(desc && nbytes && part >= 0 && part < 3, "a pointer is NULL or the part is unknown");
   TL_CHECK(tl::check_sizes(*desc));
-  TL_HAVE(*desc);
   *nbytes = tl::page_nbytes(*desc, part);
   return TL_OK;
 }
@@ -194,7 +200,6 @@ tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *
 tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uint64_t *value_nbytes) {
   TL_REQUIRE(desc && key_nbytes && value_nbytes, "a pointer is NULL");
   TL_CHECK(tl::check_sizes(*desc));
-  TL_HAVE(*desc);
   *key_nbytes = tl::key_row_nbytes(desc->kv_dtype, desc->head_dim);
   *value_nbytes = tl::value_row_nbytes(desc->kv_dtype, desc->head_dim);
   return TL_OK;
@@ -203,7 +208,9 @@ tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uin
 tl_status tl_plan_operand_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes) {
   TL_REQUIRE(desc && nbytes && part >= 0 && part < 3, "a pointer is NULL or the part is unknown");
   TL_CHECK(tl::check_sizes(*desc));
-  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
+  TL_REQUIRE(desc->phases && desc->n_phases > 0, "tl_plan_desc has no phases");
+  *nbytes = tl::operand_page_nbytes(desc->phases, desc->n_phases, part);
+  return TL_OK;
 }
 
 tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes) {
@@ -246,14 +253,12 @@ tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const v
   return convert_page(plan, part, page, (void *)keys, (void *)values, true, stream);
 }
 
-tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *) {
-  TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
-  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
+tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *stream) {
+  return convert_operands(plan, part, page, operands, false, stream);
 }
 
-tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *) {
-  TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
-  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
+tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *stream) {
+  return convert_operands(plan, part, page, (void *)operands, true, stream);
 }
 
 tl_status tl_op_matmul(tl_context *context, const tl_matmul_args *args, void *stream) {

@@ -61,6 +61,14 @@ inline Matrix matrix_of(const tl_matrix &m) {
   return {data, m.dtype == TL_INT8 ? (const float *)(data + (panels + 63) / 64 * 64) : nullptr, m.dtype, m.n_out, m.n_in, m.group_size};
 }
 
+// The matrix without its first rows, a multiple of sixteen.
+inline Matrix rows_from(Matrix m, int first) {
+  m.data += first / kPanelRows * panel_nbytes(m.dtype, m.n_in);
+  if (m.scales) m.scales += scale_offset(m, first, 0);
+  m.n_out -= first;
+  return m;
+}
+
 // The type that a product with these weights computes in.
 TL_BOTH int operand_dtype(int weight_dtype) { return weight_dtype == TL_INT8 ? (int)TL_BF16 : weight_dtype; }
 
@@ -156,7 +164,23 @@ inline KvLayer kv_layer(const tl_plan_desc &d, int part, int layer) {
           v_page_nbytes(d.kv_dtype, head_pad)};
 }
 
-// Bytes of a token's key and value of one KV head outside of a page (tinyloop.h).
+// ---- operand pages: per layer sixteen plain rows of the QKV product's operand
+
+inline uint64_t operand_row_nbytes(const tl_matrix &weight) { return (uint64_t)weight.n_in * (operand_dtype(weight.dtype) == TL_F32 ? 4 : 2); }
+
+// Bytes of a part's page that are in use; `before`: phases of the part in front of this one only. A page is whole lines of 64.
+inline uint64_t operand_nbytes(const tl_phase *phases, int n_phases, int part, const tl_phase *before = nullptr) {
+  uint64_t nbytes = 0;
+  for (const tl_phase *p = phases; p != phases + n_phases && p != before; p++)
+    if (p->kind == TL_PHASE_QKV && p->part == part) nbytes += TL_PAGE_POSITIONS * operand_row_nbytes(p->weight);
+  return nbytes;
+}
+inline uint64_t operand_page_nbytes(const tl_phase *phases, int n_phases, int part) {
+  return (operand_nbytes(phases, n_phases, part) + 63) / 64 * 64;
+}
+
+// ---- keys and values outside of a page (tinyloop.h): bytes of a token's of one KV head
+
 TL_BOTH int key_row_nbytes(int dtype, int head_dim) { return is_quantised(dtype) ? head_dim + 2 : head_dim * kv_element_nbytes(dtype); }
 TL_BOTH int value_row_nbytes(int dtype, int head_dim) {
   return dtype == TL_INT4 ? head_dim / 2 + 4 * n_value_groups(dtype, head_dim) : key_row_nbytes(dtype, head_dim);

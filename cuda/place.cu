@@ -46,10 +46,10 @@ __global__ void __launch_bounds__(kThreads) place(const PlaceArgs a) {
   wait_for_previous_kernel();
   float inverse_q = 0.0f, inverse_k = 0.0f;
   if (a.qk_norm == TL_QK_NORM_FULL) {
-    inverse_q = inverse_of_all(a, row, 0, a.n_heads, partial);
+    if (!a.first_head) inverse_q = inverse_of_all(a, row, 0, a.n_heads, partial);
     inverse_k = inverse_of_all(a, row, a.n_heads, a.n_kv_heads, partial + kWarps);
   }
-  for (int head = blockIdx.y * kWarps + warp_id(); head < n_heads; head += gridDim.y * kWarps) {
+  for (int head = a.first_head + blockIdx.y * kWarps + warp_id(); head < n_heads; head += gridDim.y * kWarps) {
     finish_head(a, raw_head(a, row, head), head, angle, head < a.n_heads ? inverse_q : inverse_k, v);
     if constexpr (Kv::kQuantised) {
       hand_codes<Kv>(a, row, head, v, page, pos % TL_PAGE_POSITIONS);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) place(const PlaceArgs a) {
 
 void launch_place(const Launcher &launcher, const PlaceArgs &args) {
   // A norm over all heads needs them in one CTA.
-  const int n_heads = args.n_heads + 2 * args.n_kv_heads, n_parts = args.qk_norm == TL_QK_NORM_FULL ? 1 : (n_heads + kWarps - 1) / kWarps;
+  const int n_heads = args.n_heads + 2 * args.n_kv_heads - args.first_head, n_parts = args.qk_norm == TL_QK_NORM_FULL ? 1 : (n_heads + kWarps - 1) / kWarps;
   const Shape shape{dim3(args.rows.n_rows, n_parts), kThreads, (kWarps * kMaxHeadDim + 2 * kWarps) * 4, 1};
   switch (args.kv.dtype) {
     case TL_INT8: return launcher.launch(place<Codes<8>>, shape, args);

@@ -21,6 +21,7 @@ struct PlaceArgs {
   KvLayer kv;
   const float *qkv;       // (n_rows, n_heads + 2 n_kv_heads, head_pad): the product's outputs
   int32_t n_heads, n_kv_heads, head_dim;
+  int32_t first_head;     // heads before it are not there: q, where K and V are rebuilt
   int32_t qk_norm;        // TL_QK_NORM_*
   float eps;
   const float *q_norm, *k_norm;
@@ -29,7 +30,7 @@ struct PlaceArgs {
   void *q;                          // out: (n_rows, n_heads) times query_nbytes()
   int32_t turn;                     // block of dims in which quantised types turn heads, and 1 / sqrt of that
   float turn_scale;
-  unsigned long long *n_clamped;
+  unsigned long long *n_clamped;    // or NULL
 };
 
 TL_DEVICE int page_of(const Rows &r, int seq, int pos) { return r.page_table[seq][(int64_t)r.stage * r.table_stride + pos / TL_PAGE_POSITIONS]; }
@@ -121,7 +122,7 @@ TL_DEVICE void count_clamped(const PlaceArgs &a, const float *v) {
   int n = 0;
 #pragma unroll
   for (int i = 0; i < 8; i += 2) n += F16::n_clamped(v[i], v[i + 1]);
-  if (n) atomicAdd(a.n_clamped, (unsigned long long)n);
+  if (n && a.n_clamped) atomicAdd(a.n_clamped, (unsigned long long)n);
 }
 
 // Hands eight finished dims of a head on: q to its buffer, k and v to the page, which is below 0 where the row does nothing.

@@ -23,6 +23,7 @@ cdef class CudaRunner(Runner):
     cdef int lay_inputs(self, const tl_batch *batch, tl_batch *there) except -1
     cdef uintptr_t transit(self, int64_t nbytes) except 0
     cdef int size_page(self, int part, int64_t *key_nbytes, int64_t *value_nbytes) except -1
+    cdef const int32_t *const *put_tables(self, const int32_t *const *source, int n, int64_t nbytes) noexcept
     cdef uintptr_t lay_sampling(self, const tl_sampling *sampling, int n) except? 0
     cdef int lay_outputs(self, const tl_batch *batch, tl_batch *there) except -1
     cdef int fetch(self, void *to, const void *source, int64_t nbytes) except -1

@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE, tl_batch, tl_sampling, tl_status
+from .abi cimport TL_F32, TL_PAGE_POSITIONS, TL_STAGE_CORE, tl_batch, tl_matrix, tl_sampling, tl_status
 from .cuda_context cimport CudaContext
 from .cuda_stepper cimport CudaStepper, Lane
 from .library cimport Library
@@ -96,25 +96,29 @@ cdef class CudaRunner(Runner):
         """Puts every array that a batch reads, and has `there` point to them."""
         cdef int i, n_seqs = 0, n_rows = batch.n_rows, stride = self.plan.desc.table_stride
         cdef int64_t table_nbytes = <int64_t>(TL_STAGE_CORE + batch.loop_end) * stride * sizeof(int32_t)
-        cdef uintptr_t tables, table
         self._used = 0
         there.token = <const int32_t *>self.put(batch.token if n_rows else NULL, n_rows * sizeof(int32_t))
         there.pos = <const int32_t *>self.put(batch.pos if n_rows else NULL, n_rows * sizeof(int32_t))
         there.seq = <const int32_t *>self.put(batch.seq if n_rows else NULL, n_rows * sizeof(int32_t))
         for i in range(n_rows):
             n_seqs = max(n_seqs, batch.seq[i] + 1)
-        there.page_table = NULL
-        if n_seqs:
-            tables = self._used
-            there.page_table = <const int32_t *const *>self.put(batch.page_table, n_seqs * sizeof(void *))
-            for i in range(n_seqs):
-                table = self.put(batch.page_table[i], table_nbytes)
-                if self._writes:
-                    (<uintptr_t *>(self._staging.pointer + tables))[i] = table
+        there.page_table = self.put_tables(batch.page_table, n_seqs, table_nbytes)
         there.x_in = <const float *>self.put(batch.x_in, <int64_t>max(n_rows, 0 if n_rows else batch.n_out) * self.plan.desc.dim * 4)
+        there.operand_table = self.put_tables(batch.operand_table, n_seqs, table_nbytes)
         there.out_row = <const int32_t *>self.put(batch.out_row if batch.n_out else NULL, batch.n_out * sizeof(int32_t))
         there.sampling = <const tl_sampling *>self.lay_sampling(batch.sampling, batch.n_out)
         return 0
+
+    cdef const int32_t *const *put_tables(self, const int32_t *const *source, int n, int64_t nbytes) noexcept:
+        """Adds the page tables of n sequences, of so many bytes each."""
+        cdef int i
+        cdef int64_t tables = self._used
+        cdef uintptr_t at = self.put(source if n else NULL, n * sizeof(void *)), table
+        for i in range(0 if source == NULL else n):
+            table = self.put(source[i], nbytes)
+            if self._writes:
+                (<uintptr_t *>(self._staging.pointer + tables))[i] = table
+        return <const int32_t *const *>at
 
     cdef uintptr_t lay_sampling(self, const tl_sampling *sampling, int n) except? 0:
         cdef int i
@@ -210,6 +214,31 @@ cdef class CudaRunner(Runner):
         )
         self.device.wait("writing a KV page")
         return 0
+
+    cdef int read_operands(self, int part, int32_t page, void *operands) except -1:
+        cdef int64_t nbytes = self.plan.store.page_nbytes(part + 3)
+        cdef uintptr_t at = self.transit(nbytes)
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_export_operands(self.plan.handle, part, page, <void *>at, self.plan.context.stream),
+            "reading a page of operands",
+        )
+        self.device.copy(<uintptr_t>operands, at, nbytes)
+        self.device.wait("reading a page of operands")
+        return 0
+
+    cdef int write_operands(self, int part, int32_t page, const void *operands) except -1:
+        cdef int64_t nbytes = self.plan.store.page_nbytes(part + 3)
+        cdef uintptr_t at = self.transit(nbytes)
+        self.device.copy(at, <uintptr_t>operands, nbytes)
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_import_operands(self.plan.handle, part, page, <void *>at, self.plan.context.stream),
+            "writing a page of operands",
+        )
+        self.device.wait("writing a page of operands")
+        return 0
+
+    cdef int64_t operand_row_nbytes(self, const tl_matrix *weight) noexcept:
+        return <int64_t>weight.n_in * (4 if weight.dtype == TL_F32 else 2)  # int8 weights are widened to bfloat16
 
     # ---- sequences that step by themselves
 
