@@ -45,7 +45,8 @@ tl_status guarded(Body body) {
 // What the contract has and CUDA has not: NULL, or which it is.
 const char *missing_of(const tl_batch &b) {
   if (b.x_out || b.e_out || b.e_in) return "tl_batch.x_out, e_out and e_in are not there on CUDA";
-  if (b.sections != TL_RUN_HEAD && !(b.sections & (TL_RUN_PRELUDE | TL_RUN_REBUILD))) return "rows that start behind the prelude are not there on CUDA";
+  if (b.sections != TL_RUN_HEAD && !(b.sections & (TL_RUN_PRELUDE | TL_RUN_REBUILD)))
+    return "rows that start behind the prelude are not there on CUDA";
   return nullptr;
 }
 

@@ -40,8 +40,7 @@ TL_DEVICE void score_codes(PageScores &s, shared_t q_high, shared_t q_low, const
   }
   const FourScales key = four_scales(keys + k_scale_at(head_pad));
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    s[i / 4][i % 4] = ((float)whole(high[i / 4][i % 4], low[i / 4][i % 4]) * key.v[i / 4 * 2 + i % 2]) * scale[i % 4 / 2];
+  for (int i = 0; i < 8; i++) s[i / 4][i % 4] = ((float)whole(high[i / 4][i % 4], low[i / 4][i % 4]) * key.v[i / 4 * 2 + i % 2]) * scale[i % 4 / 2];
 }
 
 // P in place of a page's scores.

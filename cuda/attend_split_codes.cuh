@@ -52,7 +52,7 @@ TL_DEVICE void weigh_code_chunk(const AttendArgs &a, const Split &s, int n_queri
 #pragma unroll
   for (int i = 0; i < kPagesOfChunk * 2; i++) {
     const float4 u = ((const float4 *)s.p)[(i / 2 * 32 + lane) * 2 + i % 2];
-    float(&x)[4] = p[i / 2][i % 2];
+    float (&x)[4] = p[i / 2][i % 2];
     x[0] = u.x, x[1] = u.y, x[2] = u.z, x[3] = u.w;
   }
   if (w == 0) {

@@ -126,7 +126,8 @@ TL_DEVICE uint4 codes_int4(const float (&x)[8], int head_dim) {
 #pragma unroll
   for (int i = 0; i < 8; i++) c[i] = i < n ? nearest(fminf(15.0f, fmaxf(0.0f, (x[i] - z) * inverse))) : 0;
   const uint32_t first = pack_bytes(c[0], c[1], c[2], c[3]), second = pack_bytes(c[4], c[5], c[6], c[7]);
-  return make_uint4(first | __shfl_xor_sync(0xffffffffu, first, 2) << 4, second | __shfl_xor_sync(0xffffffffu, second, 2) << 4, scale | zero << 16, 0);
+  return make_uint4(first | __shfl_xor_sync(0xffffffffu, first, 2) << 4, second | __shfl_xor_sync(0xffffffffu, second, 2) << 4, scale | zero << 16,
+                    0);
 }
 
 TL_DEVICE void store_key_codes(uint8_t *keys, int head_pad, int slot, uint4 codes) {

@@ -148,8 +148,8 @@ inline int k_page_nbytes(int dtype, int head_pad) {
 // Padded so that keys and values together are whole lines of 64 bytes.
 inline int v_page_nbytes(int dtype, int head_pad) {
   if (!is_quantised(dtype)) return k_page_nbytes(dtype, head_pad);
-  const int k = k_page_nbytes(dtype, head_pad), n = v_zero_at(dtype, head_pad) + (dtype == TL_INT4 ? kScaleBytes * n_value_groups(dtype, head_pad) : 0);
-  return round_up(k + n, 64) - k;
+  const int k = k_page_nbytes(dtype, head_pad), zeros = dtype == TL_INT4 ? kScaleBytes * n_value_groups(dtype, head_pad) : 0;
+  return round_up(k + v_zero_at(dtype, head_pad) + zeros, 64) - k;
 }
 
 inline uint64_t page_nbytes(const tl_plan_desc &d, int part) {
@@ -160,8 +160,8 @@ inline uint64_t page_nbytes(const tl_plan_desc &d, int part) {
 inline KvLayer kv_layer(const tl_plan_desc &d, int part, int layer) {
   const uint64_t page = page_nbytes(d, part);
   const int head_pad = pad16(d.head_dim);
-  return {(uint8_t *)d.kv_base[part], page, page / d.n_layers[part] * layer, d.kv_dtype, head_pad, k_page_nbytes(d.kv_dtype, head_pad),
-          v_page_nbytes(d.kv_dtype, head_pad)};
+  const int k = k_page_nbytes(d.kv_dtype, head_pad), v = v_page_nbytes(d.kv_dtype, head_pad);
+  return {(uint8_t *)d.kv_base[part], page, page / d.n_layers[part] * layer, d.kv_dtype, head_pad, k, v};
 }
 
 // ---- operand pages: per layer sixteen plain rows of the QKV product's operand
@@ -189,9 +189,7 @@ TL_BOTH int value_row_nbytes(int dtype, int head_dim) {
 // ---- q as attention reads it: a head of one row. Where K and V are codes, the high and the low bytes of its 16-bit operands (code_pad
 // each), then their float scale.
 
-TL_BOTH int query_nbytes(int dtype, int head_pad) {
-  return is_quantised(dtype) ? 2 * code_pad(head_pad) + 16 : head_pad * kv_element_nbytes(dtype);
-}
+TL_BOTH int query_nbytes(int dtype, int head_pad) { return is_quantised(dtype) ? 2 * code_pad(head_pad) + 16 : head_pad * kv_element_nbytes(dtype); }
 
 // Quantised types turn q, K and V, and the attention output back, in blocks of this many dims.
 inline int turn_block(int dtype, int head_dim) { return is_quantised(dtype) ? head_dim & -head_dim : 1; }

@@ -196,9 +196,9 @@ class Lowering {
   void move_operands(const tl_phase &f, const Operand &operand, bool loads) {
     const tl_phase *phases = p_.phases.data();
     const int n = (int)p_.phases.size();
-    OperandRowsArgs a = {Rows{b_.pos, b_.seq, b_.operand_table, n_rows_, stage_, d_.table_stride}, (uint8_t *)d_.operand_base[f.part],
-                         operand_page_nbytes(phases, n, f.part), operand_nbytes(phases, n, f.part, &f), f.weight.n_in, operand, loads};
-    launch_operand_rows(launcher_, a);
+    const Rows rows{b_.pos, b_.seq, b_.operand_table, n_rows_, stage_, d_.table_stride};
+    const uint64_t page = operand_page_nbytes(phases, n, f.part), layer = operand_nbytes(phases, n, f.part, &f);
+    launch_operand_rows(launcher_, {rows, (uint8_t *)d_.operand_base[f.part], page, layer, f.weight.n_in, operand, loads});
   }
 
   // K and V of rows whose operands are kept: the outputs of the product behind q, and what follows them.

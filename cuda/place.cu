@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kThreads) place(const PlaceArgs a) {
 
 void launch_place(const Launcher &launcher, const PlaceArgs &args) {
   // A norm over all heads needs them in one CTA.
-  const int n_heads = args.n_heads + 2 * args.n_kv_heads - args.first_head, n_parts = args.qk_norm == TL_QK_NORM_FULL ? 1 : (n_heads + kWarps - 1) / kWarps;
+  const int n_heads = args.n_heads + 2 * args.n_kv_heads - args.first_head;
+  const int n_parts = args.qk_norm == TL_QK_NORM_FULL ? 1 : (n_heads + kWarps - 1) / kWarps;
   const Shape shape{dim3(args.rows.n_rows, n_parts), kThreads, (kWarps * kMaxHeadDim + 2 * kWarps) * 4, 1};
   switch (args.kv.dtype) {
     case TL_INT8: return launcher.launch(place<Codes<8>>, shape, args);

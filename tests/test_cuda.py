@@ -3,7 +3,6 @@
 Counters of allocations and graphs are the emulator's (TINYLOOP_TEST_BACKENDS=cuda-emulated); the rest holds on a GPU as well.
 """
 
-import ctypes
 import gc
 import sys
 import warnings
@@ -16,7 +15,7 @@ import pytest
 from contract import CONSTANTS as C
 from contract import load
 from models import CONFIGS, random_model, random_tokens, small
-from runtime import backends, kv_of, model_file, open_model, same_bits, same_kv
+from runtime import backends, kv_of, open_model, same_bits, same_kv
 from test_native_contract import Tiny, changed
 from tolerances import TOLERANCES
 
@@ -93,7 +92,7 @@ def test_prompts_give_the_same_bits_however_they_run(name, dtype, group_size, kv
 
 @pytest.mark.parametrize(
     ("kv_mode", "head_dim", "n_kv_heads"),
-    [("fp16", 16, 8), ("bf16", 80, 8), ("int8", 16, 16), ("int8", 48, 8), ("int8", 160, 8), ("int4", 16, 8), ("int4", 80, 8), ("int4", 256, 8)],
+    [("fp16", 16, 8), ("bf16", 80, 8), ("int8", 16, 8), ("int8", 48, 16), ("int8", 160, 8), ("int4", 16, 8), ("int4", 80, 8), ("int4", 256, 8)],
 )
 def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv_heads):
     """A prompt whose attention is 64 tiles of 64 queries or more has a kernel of its own; its parts, and single rows, don't."""
@@ -101,15 +100,25 @@ def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv
     tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
     tokens = random_tokens(config, 280)
     with tl.Model(tmp_path / "m.tinyloop", 512, device="cuda", kv_mode=kv_mode) as model:
-        cold, logits = kv_of(model, tokens), model.logits(tokens, last_only=True)
-        assert same_kv(cold, kv_of(model, tokens, splits=(60, 199)))
-        assert same_kv(kv_of(model, tokens, window=70), kv_of(model, tokens, window=70, splits=(130,)))
-        pool = tl.PrefixPool()
+        assert same_kv(kv_of(model, tokens, window=200), kv_of(model, tokens, window=200, splits=(130,)))
+        pool, logits = tl.PrefixPool(), model.logits(tokens, last_only=True)
         model.register_prefix(pool, tokens[:-1])
         generation = model._start(tokens, 1, pool=pool, temperature=0.0, run_prompt=False)
         generation.keep_logits()
         generation.run()
         assert pool.stats().hits == 1 and same_bits(np.asarray(generation.logits), logits[0])
+
+
+@pytest.mark.parametrize(("name", "dtype", "group_size"), [("ouro", "bf16", None), ("odd", "f32", None), ("huginn", "int8", 64)])
+def test_h_mode_rebuilds_the_bits_of_fp16(name, dtype, group_size):
+    tokens = random_tokens(CONFIGS[name], 90)
+    with (
+        open_model("cuda", name, dtype, group_size=group_size) as plain,
+        open_model("cuda", name, dtype, group_size=group_size, kv_mode="h") as model,
+    ):
+        want = kv_of(plain, tokens, loops=1)
+        for splits in ((), (1, 17), (64, 89)):
+            assert same_kv(want, kv_of(model, tokens, loops=1, splits=splits)), f"split at {splits}"
 
 
 def test_generations_that_take_turns_keep_their_own_rows():
