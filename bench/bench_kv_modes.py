@@ -3,7 +3,7 @@
 Decode speed is that of tokens drawn behind a cached prompt, modes in turn, so that a drifting machine is the same for all; the
 figure to read is the ratio to fp16. Perplexity is over windows of the context length, every token but the first of a window.
 
-python bench/bench_kv_modes.py MODEL TEXT [--modes fp16,int8,...] [--contexts 256,1024,4096] [--tokens 20000] [--keep NAME]
+python bench/bench_kv_modes.py MODEL TEXT [--modes fp16,int8,...] [--contexts 256,1024,4096] [--tokens 20000] [--device cuda] [--keep NAME]
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def decode_seconds(model: tl.Model, prompt: np.ndarray) -> Callable[[], float]:
     return run
 
 
-def speeds(path: Path, modes: list[str], ids: list[int], context: int, threads: int | None, rounds: int) -> dict[str, list[float]]:
-    models = {mode: tl.Model(path, context + N_DRAWN + 1, device="cpu", kv_mode=mode, threads=threads) for mode in modes}
+def speeds(path: Path, modes: list[str], ids: list[int], context: int, rounds: int, **how: Any) -> dict[str, list[float]]:
+    models = {mode: tl.Model(path, context + N_DRAWN + 1, kv_mode=mode, **how) for mode in modes}
     prompt = np.array((ids * (context // len(ids) + 1))[:context], np.int32)
     try:
         return alternate({mode: decode_seconds(model, prompt) for mode, model in models.items()}, rounds)
@@ -52,11 +52,11 @@ def speeds(path: Path, modes: list[str], ids: list[int], context: int, threads: 
             model.close()
 
 
-def perplexities(path: Path, modes: list[str], ids: list[int], context: int, threads: int | None) -> dict[str, float]:
-    """Mean loss in nats by mode."""
+def perplexities(path: Path, modes: list[str], ids: list[int], context: int, **how: Any) -> dict[str, float]:
+    """Mean loss in nats by mode; `how`: device and threads."""
     out = {}
     for mode in modes:
-        with tl.Model(path, context + 1, device="cpu", kv_mode=mode, threads=threads) as model:
+        with tl.Model(path, context + 1, kv_mode=mode, **how) as model:
             out[mode] = float(losses(model, ids, context, None).mean())
     return out
 
@@ -69,16 +69,17 @@ def main() -> None:
     parser.add_argument("--contexts", default="256,1024,4096")
     parser.add_argument("--tokens", type=int, default=20_000, help="of the text for perplexity; 0 for none")
     parser.add_argument("--rounds", type=int, default=15, help="of decode timing; 0 for none")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of the CPU")
     parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
-    modes = args.modes.split(",")
+    modes, how = args.modes.split(","), {"device": args.device, "threads": args.threads}
     with tl.Model(args.model, 16, device="cpu") as model:
         ids, config = model.tokenizer.encode(args.text.read_text()).ids, model.config
     rows: list[dict[str, Any]] = []
     for context in map(int, args.contexts.split(",")):
-        loss = perplexities(args.model, modes, ids[: args.tokens], context, args.threads) if args.tokens else {}
-        seconds = speeds(args.model, modes, ids, context, args.threads, args.rounds) if args.rounds else {}
+        loss = perplexities(args.model, modes, ids[: args.tokens], context, **how) if args.tokens else {}
+        seconds = speeds(args.model, modes, ids, context, args.rounds, **how) if args.rounds else {}
         for mode in modes:
             row: dict[str, Any] = {"context": context, "mode": mode, "bytes/token": kv_nbytes_per_token(config, config.default_loops, mode)}
             if loss:
@@ -91,7 +92,8 @@ def main() -> None:
             print(row, flush=True)
     print(table(rows))
     if args.keep:
-        print("kept in", keep(args.keep, {"model": args.model.name, "text": args.text.name, "tokens": args.tokens, "rows": rows}))
+        asked = {"model": args.model.name, "device": args.device, "text": args.text.name, "tokens": args.tokens}
+        print("kept in", keep(args.keep, {**asked, "rows": rows}))
 
 
 if __name__ == "__main__":

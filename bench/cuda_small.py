@@ -12,16 +12,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from models import CONFIGS, random_model, random_tokens
+from models import CONFIGS, random_model, random_tokens, small
 
 import tinyloop_py as tl
 
-CASES = (("shipped", "bf16", "fp16"), ("qwen2", "bf16", "bf16"), ("ouro", "f16", "fp16"), ("huginn", "int8", "bf16"), ("loop_bare", "f32", "fp32"))
+SHAPES = {**CONFIGS, "wide": small(n_heads=32, n_kv_heads=32)}  # so many heads that a prompt takes the attention of many rows
+CASES = (
+    ("shipped", "bf16", "fp16"), ("qwen2", "bf16", "bf16"), ("ouro", "f16", "fp16"), ("huginn", "int8", "bf16"), ("loop_bare", "f32", "fp32"),
+    ("qwen3", "bf16", "int8"), ("shipped", "f16", "int4"), ("ouro", "int8", "h"),
+    ("wide", "bf16", "fp16"), ("wide", "bf16", "int8"), ("wide", "bf16", "int4"),
+)  # fmt: skip
 
 
 def run(name: str, dtype: str, kv_mode: str, folder: str) -> int:
     """The tokens drawn."""
-    config, path = CONFIGS[name], Path(folder) / f"{name}.tinyloop"
+    config, path = SHAPES[name], Path(folder) / f"{name}-{dtype}.tinyloop"
     tl.save_model(path, config, random_model(config, 0, dtype), dtype=dtype)
     tokens, n = random_tokens(config, 150), 0
     with tl.Model(path, 256, device="cuda", kv_mode=kv_mode) as model:

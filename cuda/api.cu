@@ -8,6 +8,7 @@
 #include "gemm.cuh"
 #include "gemv.cuh"
 #include "host.h"
+#include "operands.cuh"
 #include "pack.cuh"
 #include "page.cuh"
 #include "plan.h"
@@ -39,20 +40,6 @@ tl_status guarded(Body body) {
   } catch (const std::exception &e) {
     return fail(TL_ERR_INTERNAL, e.what());
   }
-}
-
-constexpr const char *kNoOperands = "operand pages are not there on CUDA";
-
-// What the contract has and CUDA has not: NULL, or which it is.
-const char *missing_of(const tl_plan_desc &d) {
-  if (d.kv_dtype == TL_INT8 || d.kv_dtype == TL_INT4) return "keys and values of TL_INT8 and TL_INT4 are not there on CUDA";
-  if (d.operand_base[0] || d.operand_base[1] || d.operand_base[2]) return kNoOperands;
-  return nullptr;
-}
-
-const char *missing_of(const tl_batch &b) {
-  if (b.operand_table || (b.sections & TL_RUN_REBUILD)) return "operand pages and TL_RUN_REBUILD are not there on CUDA";
-  return nullptr;
 }
 
 // The products of the tests, along the same paths as a plan's.
@@ -93,8 +80,6 @@ void matmul(tl_context &c, const tl_matmul_args &a, cudaStream_t stream) {
   if (!(condition)) return fail(TL_ERR_INVALID, text)
 #define TL_CHECK(call) \
   if (const char *tl_what = (call)) return fail(TL_ERR_INVALID, tl_what)
-#define TL_HAVE(thing) \
-  if (const char *tl_what = missing_of(thing)) return fail(TL_ERR_UNSUPPORTED, tl_what)
 
 namespace {
 
@@ -103,10 +88,9 @@ tl_status convert_page(tl_plan *plan, int32_t part, int32_t page, void *keys, vo
     TL_REQUIRE(plan && keys && values && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
     const tl_plan_desc &d = plan->desc;
     TL_REQUIRE(d.n_layers[part], "the part has no layers");
-    const uint64_t nbytes = tl::page_nbytes(d, part);
     tl::PageArgs a = {};
-    a.kv = tl::KvLayer{(uint8_t *)d.kv_base[part], nbytes, 0, d.kv_dtype, plan->head_pad};
-    a.layer_nbytes = nbytes / d.n_layers[part];
+    a.kv = tl::kv_layer(d, part, 0);
+    a.layer_nbytes = a.kv.page_nbytes / d.n_layers[part];
     a.page = page;
     a.n_layers = d.n_layers[part];
     a.n_kv_heads = d.n_kv_heads;
@@ -116,6 +100,21 @@ tl_status convert_page(tl_plan *plan, int32_t part, int32_t page, void *keys, vo
     a.imports = imports;
     tl::use_device(plan->context);
     tl::launch_convert_page({plan->context, (cudaStream_t)stream}, a);
+    return TL_OK;
+  });
+}
+
+tl_status convert_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, bool imports, void *stream) {
+  return guarded([&]() -> tl_status {
+    TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
+    TL_REQUIRE(plan->desc.operand_base[part], "the plan keeps no operands of the part");
+    const tl_phase *phases = plan->phases.data();
+    const int n = (int)plan->phases.size();
+    const uint64_t nbytes = tl::operand_page_nbytes(phases, n, part);
+    uint8_t *in_page = (uint8_t *)plan->desc.operand_base[part] + page * nbytes, *outside = (uint8_t *)operands;
+    tl::use_device(plan->context);
+    tl::launch_operand_page({plan->context, (cudaStream_t)stream},
+                            {imports ? outside : in_page, imports ? in_page : outside, tl::operand_nbytes(phases, n, part), nbytes});
     return TL_OK;
   });
 }
@@ -172,7 +171,6 @@ tl_status tl_plan_create(tl_context *context, const tl_plan_desc *desc, tl_plan 
   return guarded([&]() -> tl_status {
     TL_REQUIRE(context && desc && out, "a pointer is NULL");
     TL_CHECK(tl::check_plan(*desc));
-    TL_HAVE(*desc);
     *out = new tl_plan(*context, *desc);
     return TL_OK;
   });
@@ -186,7 +184,6 @@ tl_status tl_plan_destroy(tl_plan *plan) {
 tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes) {
   TL_REQUIRE(desc && nbytes && part >= 0 && part < 3, "a pointer is NULL or the part is unknown");
   TL_CHECK(tl::check_sizes(*desc));
-  TL_HAVE(*desc);
   *nbytes = tl::page_nbytes(*desc, part);
   return TL_OK;
 }
@@ -194,15 +191,17 @@ tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *
 tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uint64_t *value_nbytes) {
   TL_REQUIRE(desc && key_nbytes && value_nbytes, "a pointer is NULL");
   TL_CHECK(tl::check_sizes(*desc));
-  TL_HAVE(*desc);
-  *key_nbytes = *value_nbytes = (uint64_t)desc->head_dim * tl::kv_element_nbytes(desc->kv_dtype);
+  *key_nbytes = tl::key_row_nbytes(desc->kv_dtype, desc->head_dim);
+  *value_nbytes = tl::value_row_nbytes(desc->kv_dtype, desc->head_dim);
   return TL_OK;
 }
 
 tl_status tl_plan_operand_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *nbytes) {
   TL_REQUIRE(desc && nbytes && part >= 0 && part < 3, "a pointer is NULL or the part is unknown");
   TL_CHECK(tl::check_sizes(*desc));
-  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
+  TL_REQUIRE(desc->phases && desc->n_phases > 0, "tl_plan_desc has no phases");
+  *nbytes = tl::operand_page_nbytes(desc->phases, desc->n_phases, part);
+  return TL_OK;
 }
 
 tl_status tl_plan_scratch_nbytes(const tl_plan *plan, uint64_t *nbytes) {
@@ -223,7 +222,6 @@ tl_status tl_plan_enqueue(tl_plan *plan, const tl_batch *batch, void *stream) {
     TL_REQUIRE(plan && batch && plan->memory, "a pointer is NULL, or the plan has no scratch memory yet");
     TL_CHECK(tl::check_batch(plan->desc, *batch));
     TL_CHECK(tl::check_injected(plan->phases.data(), (int)plan->phases.size(), *batch));
-    TL_HAVE(*batch);
     tl::use_device(plan->context);
     tl::enqueue_batch(*plan, *batch, (cudaStream_t)stream);
     return TL_OK;
@@ -247,14 +245,12 @@ tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const v
   return convert_page(plan, part, page, (void *)keys, (void *)values, true, stream);
 }
 
-tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *) {
-  TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
-  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
+tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *stream) {
+  return convert_operands(plan, part, page, operands, false, stream);
 }
 
-tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *) {
-  TL_REQUIRE(plan && operands && part >= 0 && part < 3 && page >= 0, "a pointer is NULL, or the part or page is unknown");
-  return fail(TL_ERR_UNSUPPORTED, kNoOperands);
+tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *stream) {
+  return convert_operands(plan, part, page, (void *)operands, true, stream);
 }
 
 tl_status tl_op_matmul(tl_context *context, const tl_matmul_args *args, void *stream) {

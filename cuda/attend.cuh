@@ -61,23 +61,35 @@ TL_DEVICE void mask_page(float (&s)[2][4], const int (&lo)[2], const int (&hi)[2
   }
 }
 
+// The larger of two scores; of codes no number is the largest of all.
+template <class Kv>
+TL_DEVICE float larger(float a, float b) {
+  return Kv::kQuantised ? max_nan(a, b) : fmaxf(a, b);
+}
+
 // Maximum of this lane's scores of row half h over some pages.
-template <int kPages>
+template <class Kv, int kPages>
 TL_DEVICE float lane_maximum(const float (&s)[kPages][2][4], int h) {
   float m = kMasked;
 #pragma unroll
-  for (int j = 0; j < kPages; j++) m = fmaxf(m, fmaxf(fmaxf(s[j][0][2 * h], s[j][0][2 * h + 1]), fmaxf(s[j][1][2 * h], s[j][1][2 * h + 1])));
+  for (int j = 0; j < kPages; j++)
+    m = larger<Kv>(m, larger<Kv>(larger<Kv>(s[j][0][2 * h], s[j][0][2 * h + 1]), larger<Kv>(s[j][1][2 * h], s[j][1][2 * h + 1])));
   return m;
 }
 
 // The largest over the four lanes of a row.
+template <class Kv>
 TL_DEVICE float row_maximum(float m) {
-  m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-  return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+  m = larger<Kv>(m, __shfl_xor_sync(0xffffffffu, m, 1));
+  return larger<Kv>(m, __shfl_xor_sync(0xffffffffu, m, 2));
 }
 
-// A chunk's m from its largest score.
-TL_DEVICE float scaled_maximum(float top, float scale) { return top == kMasked ? kMasked : top * scale; }
+// A chunk's m from its largest score. Scores of codes are scaled; one that is no number makes m 0, and with it P and the row's output none.
+template <class Kv>
+TL_DEVICE float chunk_maximum(float top, float scale) {
+  if (Kv::kQuantised) return top == top ? top : 0.0f;
+  return top == kMasked ? kMasked : top * scale;
+}
 
 // P of a page, rounded, as the left operand of P V: its words hold the keys in the order that scores came in. Masked keys
 // give 2^-huge = 0.
@@ -166,18 +178,20 @@ TL_DEVICE Run run_from(const Query *query, int begin, int n_queries) {
 TL_DEVICE const int32_t *table_of(const Rows &r, int seq) { return r.page_table[seq] + (int64_t)r.stage * r.table_stride; }
 
 // A warp requests its page (0..3) of a chunk, K or V, to shared memory; one that no query reads is zero.
+template <class Kv>
 TL_DEVICE void request_page(const AttendArgs &a, uint8_t *chunk_memory, const int32_t *table, int chunk, int own, Keys keys, int kv_head,
                             bool values) {
-  const int pos = chunk * TL_KEY_CHUNK + own * TL_PAGE_POSITIONS, nbytes = (int)head_nbytes(a.place.kv);
+  const int pos = chunk * TL_KEY_CHUNK + own * TL_PAGE_POSITIONS, nbytes = values ? a.place.kv.v_nbytes : a.place.kv.k_nbytes;
   const int page = pos < keys.end && pos + TL_PAGE_POSITIONS > keys.first ? table[pos / TL_PAGE_POSITIONS] : -1;
+  const int end = Kv::kQuantised ? nbytes - lane_id() * 16 : nbytes;  // of float types it is whole blocks of 512
   uint8_t *to = chunk_memory + own * nbytes + lane_id() * 16;
   if (page >= 0) {
     const uint8_t *from = (values ? v_of(a.place.kv, page, kv_head) : k_of(a.place.kv, page, kv_head)) + lane_id() * 16;
 #pragma unroll 4
-    for (int i = 0; i < nbytes; i += 512) copy16_async(to + i, from + i);
+    for (int i = 0; i < end; i += 512) copy16_async(to + i, from + i);
   } else {
 #pragma unroll 1
-    for (int i = 0; i < nbytes; i += 512) *(uint4 *)(to + i) = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < end; i += 512) *(uint4 *)(to + i) = make_uint4(0, 0, 0, 0);
   }
 }
 

@@ -12,17 +12,24 @@ constexpr float kDead = -1.0f;  // factor of a chunk that a query does not see
 
 struct Split {
   Query *query;           // (kTileQueries,)
-  uint8_t *q;             // tile of kTileQueries rows
+  uint8_t *q;             // tile of kTileQueries rows; of codes the high bytes, then the low ones
+  float *q_scale;         // (kTileQueries,) of codes
   uint8_t *k, *v;         // of this team's chunk
-  uint4 *p;               // (pages, 32) of this team
+  uint4 *p;               // (pages, 32) of this team; of codes (pages, 32, 2), P in float32
   float *top;             // (kTeamWarps, kTileQueries) of this team
   float *m, *l, *o;       // chunk states: (2 rounds, kTeams, ..), o (.., n_queries, head_pad)
   float *factor_a, *factor_b, *chunk_l;  // (kTileQueries, TL_CHUNK_GROUP)
   float *group_m, *group_l, *total_m, *total_l;  // (kTileQueries,)
   float *group_o, *total_o;                      // this CTA's slice
   float *head;            // (kWarps, kMaxHeadDim)
-  uint4 *new_k, *new_v;   // (head_pad / 8,) of the row placed here
+  uint4 *new_k, *new_v;   // (head_pad / 8,) of the row placed here: eight dims each
 };
+
+// Bytes of a query in the tile.
+template <class Kv>
+TL_BOTH int tile_row_bytes(int head_pad) {
+  return 2 * (Kv::kQuantised ? code_pad(head_pad) : head_pad);
+}
 
 // Queries of a tile, and tiles of a row where a tile is of one row.
 TL_BOTH int tile_queries(const AttendArgs &a) {
@@ -36,19 +43,22 @@ TL_BOTH int subtiles(const AttendArgs &a) {
 TL_BOTH int slice_of(int n_queries, int head_pad, int n_ctas) { return round_up((n_queries * head_pad + n_ctas - 1) / n_ctas, 4); }
 
 // Lays the parts out one after another; with base NULL the result is the size.
-TL_BOTH int lay_out(Split &s, uint8_t *base, int head_pad, int n_queries, int n_ctas, int team) {
+template <class Kv>
+TL_BOTH int lay_out(Split &s, uint8_t *base, const KvLayer &kv, int n_queries, int n_ctas, int team) {
   int at = 0;
   const auto take = [&](int nbytes) {
     uint8_t *p = base + at;
     at += round_up(nbytes, 16);
     return p;
   };
-  const int chunk = TL_KEY_CHUNK * head_pad * 2, slice = slice_of(n_queries, head_pad, n_ctas) * 4;
+  const int head_pad = kv.head_pad, slice = slice_of(n_queries, head_pad, n_ctas) * 4, p_words = Kv::kQuantised ? 2 : 1;
+  const int k_chunk = kPagesOfChunk * kv.k_nbytes, v_chunk = kPagesOfChunk * kv.v_nbytes;
   s.query = (Query *)take(kTileQueries * sizeof(Query));
-  s.q = take(kTileQueries * head_pad * 2);
-  s.k = take(kTeams * chunk) + team * chunk;
-  s.v = take(kTeams * chunk) + team * chunk;
-  s.p = (uint4 *)take(kTeams * kPagesOfChunk * 512) + team * kPagesOfChunk * 32;
+  s.q = take(kTileQueries * tile_row_bytes<Kv>(head_pad));
+  s.q_scale = (float *)take(Kv::kQuantised ? kTileQueries * 4 : 0);
+  s.k = take(kTeams * k_chunk) + team * k_chunk;
+  s.v = take(kTeams * v_chunk) + team * v_chunk;
+  s.p = (uint4 *)take(kTeams * kPagesOfChunk * p_words * 512) + team * kPagesOfChunk * p_words * 32;
   s.top = (float *)take(kWarps * kTileQueries * 4) + team * kTeamWarps * kTileQueries;
   s.m = (float *)take(2 * kTeams * kTileQueries * 4);
   s.l = (float *)take(2 * kTeams * kTileQueries * 4);
@@ -171,6 +181,16 @@ TL_DEVICE void store_output(const AttendArgs &a, const Split &s, const Run &run,
     if (query.head == a.place.n_heads - 1 && d == 0)
 #pragma unroll 1
       for (int k = q_dim; k < a.out.n_in; k++) store_operand(a.out, query.row, k, 0.0f);
+  }
+}
+
+// A warp's O of sixteen dims to the round's state.
+TL_DEVICE void leave_block(const Split &s, int b, const float (&o)[2][4], int n_queries, int head_pad) {
+  const int lane = lane_id();
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const int q = lane / 4 + i % 4 / 2 * 8;
+    if (q < n_queries) *(float2 *)(s.o + q * head_pad + b * 16 + i / 4 * 8 + lane % 4 * 2) = make_float2(o[i / 4][i % 4], o[i / 4][i % 4 + 1]);
   }
 }
 

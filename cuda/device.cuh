@@ -57,6 +57,13 @@ TL_DEVICE void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of signed bytes with int32 sums: a is 16 x 32, b is 32 x 8.
+TL_DEVICE void mma_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Four 8 x 8 tiles of 16-bit values; lane i gives the address of row i % 8 of tile i / 8.
 TL_DEVICE void ldmatrix4(uint32_t (&r)[4], shared_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -100,6 +107,20 @@ TL_DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
   memcpy(&u, &d, 4);
   return u;
 }
+
+// The larger and the smaller of two, NaN where one is.
+TL_DEVICE float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+TL_DEVICE float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+// The nearest integer, ties to even; of a NaN any.
+TL_DEVICE int nearest(float x) { return __float2int_rn(x); }
 
 // 1 / x, one unit in the last place, subnormals flushed.
 TL_DEVICE float reciprocal(float x) {

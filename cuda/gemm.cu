@@ -153,7 +153,7 @@ static bool takes_wgmma(const tl_context &context, const Matrix &weight) {
 }
 
 bool gemm_places(const tl_context &context, const Matrix &weight, const PlaceArgs &place) {
-  return takes_wgmma(context, weight) && place.qk_norm != TL_QK_NORM_FULL && 128 % place.kv.head_pad == 0;
+  return takes_wgmma(context, weight) && !is_quantised(place.kv.dtype) && place.qk_norm != TL_QK_NORM_FULL && 128 % place.kv.head_pad == 0;
 }
 
 void launch_gemm(const Launcher &launcher, const GemmArgs &args) {

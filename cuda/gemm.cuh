@@ -16,7 +16,7 @@ struct GemmArgs {
   PlaceArgs place;    // kPlace
 };
 
-// Whether a product's epilogue may be kPlace: its tiles are whole heads, and no norm goes over several.
+// Whether a product's epilogue may be kPlace: its tiles are whole heads, no norm goes over several, and K and V are values.
 bool gemm_places(const tl_context &context, const Matrix &weight, const PlaceArgs &place);
 
 void launch_gemm(const Launcher &launcher, const GemmArgs &args);

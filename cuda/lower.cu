@@ -7,6 +7,7 @@
 #include "attend.cuh"
 #include "gemm.cuh"
 #include "gemv.cuh"
+#include "operands.cuh"
 #include "plan.h"
 #include "rows.cuh"
 #include "sample.cuh"
@@ -32,7 +33,7 @@ class Lowering {
     start_program();
     if (b_.sections & TL_RUN_PRELUDE)
       section(0, TL_STAGE_PRELUDE);
-    else if (b_.sections != TL_RUN_HEAD)
+    else if (b_.sections != TL_RUN_HEAD && !(b_.sections & TL_RUN_REBUILD))
       add_op(kRowLoad, b_.x_in, d_.dim);
     if (b_.sections & TL_RUN_CORE)
       for (int loop = b_.loop_begin; loop < b_.loop_end; loop++) {
@@ -121,26 +122,32 @@ class Lowering {
   }
 
   void product(const tl_phase &phase, int n_rows, const Operand &source, const RowProgram *program, const Epilogue &epilogue) {
-    const Matrix weight = matrix_of(phase.weight);
-    if (path_of(phase.weight, n_rows) == Path::kGemv) {
-      GemvArgs g = {weight, phase.bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
+    multiply(path_of(phase.weight, n_rows), matrix_of(phase.weight), phase.bias, n_rows, source, program, epilogue);
+  }
+
+  void multiply(Path path, const Matrix &weight, const float *bias, int n_rows, const Operand &source, const RowProgram *program,
+                const Epilogue &epilogue) {
+    if (path == Path::kGemv) {
+      GemvArgs g = {weight, bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
       if (program) g.program = *program;
       return n_rows == 1 ? keep(g) : launch_gemv(launcher(), g);
     }
-    const GemmArgs g{weight, phase.bias, n_rows, source, epilogue, place_};
-    return phase.weight.dtype == TL_F32 ? launch_gemm_f32(launcher(), g) : launch_gemm(launcher(), g);
+    const GemmArgs g{weight, bias, n_rows, source, epilogue, place_};
+    return path == Path::kF32 ? launch_gemm_f32(launcher(), g) : launch_gemm(launcher(), g);
   }
 
   // A product of the program's result, normed where the phase has a norm, with e behind it where asked.
   void product_of_rows(const tl_phase &phase, int n_rows, const Epilogue &epilogue, bool keeps_x, bool with_e = false) {
     if (with_e) program_.tail = e(), program_.tail_stride = e_stride();
-    const bool fused = n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv && fits_gemv(program_);
+    const bool kept = phase.kind == TL_PHASE_QKV && b_.operand_table;  // beyond the batch
+    const bool fused = !kept && n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv && fits_gemv(program_);
     const int to = fused ? 1 - current_ : current_;  // CTAs that run the same program still read x
     const bool stores = keeps_x && changed_;
     if (stores) add_op(kRowStore, x(to), p_.dim_pad);
     if (phase.norm) add_op(kRowNorm, phase.norm);
     const Operand operand = operand_of(p_.scratch.operand, phase.weight, n_rows);
     if (!fused) launch_rows(launcher(), n_rows, RowsArgs{program_, operand});
+    if (kept) move_operands(phase, operand, false);
     product(phase, n_rows, operand, fused ? &program_ : nullptr, epilogue);
     if (stores) current_ = to;
     start_program();
@@ -155,6 +162,7 @@ class Lowering {
 
   void phase(int i) {
     const tl_phase &f = p_.phases[i];
+    if ((b_.sections & TL_RUN_REBUILD) && f.kind != TL_PHASE_QKV) return;
     switch (f.kind) {
       case TL_PHASE_EMBED: program_.embedding = matrix_of(f.weight); return add_op(kRowEmbed, nullptr, 0, f.scale);
       case TL_PHASE_STATE_INIT: return state_init(f);
@@ -193,10 +201,9 @@ class Lowering {
   }
 
   void qkv(const tl_phase &f) {
-    const uint64_t page = page_nbytes(d_, f.part), layers = d_.n_layers[f.part];
     place_ = {};
     place_.rows = Rows{b_.pos, b_.seq, b_.page_table, n_rows_, stage_, d_.table_stride};
-    place_.kv = KvLayer{(uint8_t *)d_.kv_base[f.part], page, page / layers * f.layer, d_.kv_dtype, p_.head_pad};
+    place_.kv = kv_layer(d_, f.part, f.layer);
     place_.qkv = p_.buffer(p_.scratch.qkv);
     place_.n_heads = d_.n_heads;
     place_.n_kv_heads = d_.n_kv_heads;
@@ -210,6 +217,9 @@ class Lowering {
     place_.cos = d_.rope_cos;
     place_.sin = d_.rope_sin;
     place_.q = p_.memory + p_.scratch.q;
+    place_.turn = turn_block(d_.kv_dtype, d_.head_dim);
+    place_.turn_scale = 1.0f / __builtin_sqrtf((float)place_.turn);
+    if (b_.sections & TL_RUN_REBUILD) return rebuild(f);
     place_.n_clamped = (unsigned long long *)(p_.memory + p_.scratch.n_clamped);
     placed_ = path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
     Epilogue to_qkv = {};
@@ -217,6 +227,29 @@ class Lowering {
     to_qkv.out = p_.buffer(p_.scratch.qkv);
     to_qkv.stride = f.weight.n_out;
     product_of_rows(f, n_rows_, to_qkv, true);
+  }
+
+  // The rows' operands of a QKV phase to their pages, or from there.
+  void move_operands(const tl_phase &f, const Operand &operand, bool loads) {
+    const tl_phase *phases = p_.phases.data();
+    const int n = (int)p_.phases.size();
+    const Rows rows{b_.pos, b_.seq, b_.operand_table, n_rows_, stage_, d_.table_stride};
+    const uint64_t page = operand_page_nbytes(phases, n, f.part), layer = operand_nbytes(phases, n, f.part, &f);
+    launch_operand_rows(launcher(), {rows, (uint8_t *)d_.operand_base[f.part], page, layer, f.weight.n_in, operand, loads});
+  }
+
+  // K and V of rows whose operands are kept: the outputs of the product behind q, and what follows them.
+  void rebuild(const tl_phase &f) {
+    const Operand operand = operand_of(p_.scratch.operand, f.weight, n_rows_);
+    const int first = d_.n_heads * p_.head_pad;
+    move_operands(f, operand, true);
+    Epilogue to_qkv = {};
+    to_qkv.kind = kToRows;
+    to_qkv.out = p_.buffer(p_.scratch.qkv) + first;
+    to_qkv.stride = f.weight.n_out;
+    multiply(path_of(f.weight, n_rows_), rows_from(matrix_of(f.weight), first), f.bias ? f.bias + first : nullptr, n_rows_, operand, nullptr, to_qkv);
+    place_.first_head = d_.n_heads;
+    launch_place(launcher(), place_);
   }
 
   void attend(const tl_phase &f, const tl_phase &out) {

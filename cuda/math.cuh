@@ -9,6 +9,7 @@ namespace tl {
 // ---- 16-bit types: a pair lives in a word, the first value in its low half
 
 struct Bf16 {
+  static constexpr bool kQuantised = false;
   static constexpr int kDtype = TL_BF16;
   TL_DEVICE uint32_t pack(float lo, float hi) { return pack_bf16(lo, hi); }
   TL_DEVICE float2 unpack(uint32_t u) { return make_float2(bits_float(u << 16), bits_float(u & 0xffff0000u)); }
@@ -17,6 +18,7 @@ struct Bf16 {
 };
 
 struct F16 {
+  static constexpr bool kQuantised = false;
   static constexpr int kDtype = TL_F16;
   TL_DEVICE float clamp(float x) { return fminf(65504.0f, fmaxf(-65504.0f, x)); }
   TL_DEVICE uint32_t pack(float lo, float hi) { return pack_f16(clamp(lo), clamp(hi)); }

@@ -10,7 +10,7 @@ struct PageArgs {
   KvLayer kv;           // of layer 0
   uint64_t layer_nbytes;
   int32_t page, n_layers, n_kv_heads, head_dim;
-  void *keys, *values;  // (n_layers, n_kv_heads, TL_PAGE_POSITIONS, head_dim) each
+  void *keys, *values;  // (n_layers, n_kv_heads, TL_PAGE_POSITIONS) rows each
   int32_t imports;      // from there to the page
 };
 

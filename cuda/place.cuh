@@ -1,9 +1,9 @@
-// From a raw head of q, k or v to where attention reads it: RMSNorm, RoPE, one rounding to the KV type. One warp a head,
+// From a raw head of q, k or v to where attention reads it: RMSNorm, RoPE, one rounding to the KV type, or its codes. One warp a head,
 // float32 until the rounding. In a kernel of its own (place.cu), and at the head of the split attention (one row).
 #pragma once
 
+#include "codes.cuh"
 #include "launch.h"
-#include "math.cuh"
 
 namespace tl {
 
@@ -21,13 +21,16 @@ struct PlaceArgs {
   KvLayer kv;
   const float *qkv;       // (n_rows, n_heads + 2 n_kv_heads, head_pad): the product's outputs
   int32_t n_heads, n_kv_heads, head_dim;
+  int32_t first_head;     // heads before it are not there: q, where K and V are rebuilt
   int32_t qk_norm;        // TL_QK_NORM_*
   float eps;
   const float *q_norm, *k_norm;
   int32_t rotary_dim, interleaved;  // rotary_dim 0: no rope
   const float *cos, *sin;           // (max_pos, rotary_dim / 2)
-  void *q;                          // out: (n_rows, n_heads, head_pad) of the KV type
-  unsigned long long *n_clamped;
+  void *q;                          // out: (n_rows, n_heads) times query_nbytes()
+  int32_t turn;                     // block of dims in which quantised types turn heads, and 1 / sqrt of that
+  float turn_scale;
+  unsigned long long *n_clamped;    // or NULL
 };
 
 TL_DEVICE int page_of(const Rows &r, int seq, int pos) { return r.page_table[seq][(int64_t)r.stage * r.table_stride + pos / TL_PAGE_POSITIONS]; }
@@ -119,7 +122,7 @@ TL_DEVICE void count_clamped(const PlaceArgs &a, const float *v) {
   int n = 0;
 #pragma unroll
   for (int i = 0; i < 8; i += 2) n += F16::n_clamped(v[i], v[i + 1]);
-  if (n) atomicAdd(a.n_clamped, (unsigned long long)n);
+  if (n && a.n_clamped) atomicAdd(a.n_clamped, (unsigned long long)n);
 }
 
 // Hands eight finished dims of a head on: q to its buffer, k and v to the page, which is below 0 where the row does nothing.

@@ -30,7 +30,7 @@ void lay_out(tl_plan &p) {
   s.e = take(rows * p.dim_pad * 4);
   s.y = take(rows * p.dim_pad * 4);
   s.qkv = take(rows * heads * p.head_pad * 4);
-  s.q = take(rows * d.n_heads * p.head_pad * kv_element_nbytes(d.kv_dtype));
+  s.q = take(rows * d.n_heads * query_nbytes(d.kv_dtype, p.head_pad));
   s.operand = take(operand);
   s.attn = take(attn);
   s.hidden = take(hidden);

@@ -135,6 +135,7 @@ StepTask task_of(const StepPart &part, int n_ctas) {
   if (part.attends) {
     t.attend = part.attend;
     t.attend.rows_of_tile = 1;
+    t.attend.queries_of_tile = kTileQueries;
   } else {
     t.weight_dtype = part.gemv.weight.dtype;
     t.gemv = plan_gemv(part.gemv, n_ctas);
@@ -190,10 +191,28 @@ const uint8_t *placed(const tl_context &context, tl_plan &plan, const std::vecto
   return plan.memory + plan.scratch.step + at;
 }
 
-int attend_nbytes(AttendArgs &a) {
+template <class Kv>
+int attend_nbytes(const AttendArgs &a) {
   Split s;
-  a.queries_of_tile = kTileQueries;
-  return lay_out(s, nullptr, a.place.kv.head_pad, tile_queries(a), kStepCluster, 0);
+  return lay_out<Kv>(s, nullptr, a.place.kv, tile_queries(a), kStepCluster, 0);
+}
+
+// What differs by the type of keys and values.
+struct StepKernel {
+  void (*kernel)(StepArgs);
+  int (*attend_nbytes)(const AttendArgs &);
+};
+template <class Kv>
+StepKernel step_kernel() {
+  return {run_step<Kv>, attend_nbytes<Kv>};
+}
+StepKernel kernel_of(int kv_dtype) {
+  switch (kv_dtype) {
+    case TL_BF16: return step_kernel<Bf16>();
+    case TL_F16: return step_kernel<F16>();
+    case TL_INT8: return step_kernel<Codes<8>>();
+    default: return step_kernel<Codes<4>>();
+  }
 }
 
 // How many clusters run at once with so much shared memory.
@@ -225,17 +244,14 @@ uint64_t step_nbytes(const tl_context &context) { return context.steps ? kCounte
 
 bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<StepPart> &parts, const std::vector<int> &loops) {
   tl_context &context = launcher.context;
-  if (!context.steps || (int)parts.size() < kMinTasks) return false;
+  if (!context.steps || (int)parts.size() < kMinTasks || plan.desc.kv_dtype == TL_F32) return false;
   if (!context.n_step_clusters) context.n_step_clusters = clusters_of(context, context.max_shared_nbytes);
   const int n_ctas = context.n_step_clusters * kStepCluster;
   if (!n_ctas) return false;
-  std::vector<StepPart> fitted = parts;
-  int work = 0, kv_dtype = 0;
-  for (StepPart &part : fitted) {
-    if (part.attends) kv_dtype = part.attend.place.kv.dtype;
-    work = std::max(work, part.attends ? attend_nbytes(part.attend) : plan_gemv(part.gemv, n_ctas).nbytes);
-  }
-  const Program program = program_of(fitted, loops, n_ctas);
+  const StepKernel step = kernel_of(plan.desc.kv_dtype);
+  const Program program = program_of(parts, loops, n_ctas);
+  int work = 0;
+  for (const StepTask &t : program.tasks) work = std::max(work, t.attends ? step.attend_nbytes(t.attend) : t.gemv.nbytes);
   if (program.order.n_tasks > kMaxTasks) return false;
   const int streams_nbytes = program.order.n_tasks * (int)sizeof(StreamTask), tasks_nbytes = 2 * (int)sizeof(StepTask);
   const int n_slots =
@@ -258,7 +274,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.work_at = round_up(a.tasks_at + tasks_nbytes, 128);
   a.counter = (unsigned long long *)(plan.memory + plan.scratch.step);
   const Shape shape{dim3(n_ctas), kThreads, a.work_at + work, kStepCluster, true};
-  launcher.launch(kv_dtype == TL_F16 ? run_step<F16> : run_step<Bf16>, shape, a);
+  launcher.launch(step.kernel, shape, a);
   return true;
 }
 

@@ -253,8 +253,8 @@ TL_API tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbyt
 TL_API tl_status tl_plan_export_page(tl_plan *plan, int32_t part, int32_t page, void *keys, void *values, void *stream);
 TL_API tl_status tl_plan_import_page(tl_plan *plan, int32_t part, int32_t page, const void *keys, const void *values, void *stream);
 
-/* One operand page: per layer 16 rows of the operand's type (TL_INT8: codes in whole groups, then their float scales), zeros
- * up to tl_plan_operand_page_nbytes(). */
+/* One operand page: per layer 16 rows of the operand's type (of TL_INT8 weights bfloat16 on CUDA, on the CPU codes in whole
+ * groups, then their float scales), zeros up to tl_plan_operand_page_nbytes(). */
 TL_API tl_status tl_plan_export_operands(tl_plan *plan, int32_t part, int32_t page, void *operands, void *stream);
 TL_API tl_status tl_plan_import_operands(tl_plan *plan, int32_t part, int32_t page, const void *operands, void *stream);
 

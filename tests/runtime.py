@@ -11,12 +11,10 @@ from typing import Any
 
 import emulated_cuda
 import numpy as np
-import pytest
 from models import CONFIGS, random_model
 
 import tinyloop_py as tl
 from tinyloop_py.kv_export import export_kv
-from tinyloop_py.kv_modes import CUDA_MODES
 
 BACKENDS_VARIABLE = "TINYLOOP_TEST_BACKENDS"  # those named must work; by default the CPU, and CUDA where it can be used
 EMULATED = "cuda-emulated"  # of them: device "cuda", its kernels run on the host by tests/cuda_emulator
@@ -54,8 +52,6 @@ def model_file(name: str, dtype: str = "f32", group_size: int | None = None, see
 
 def open_model(device: str, name: str = "shipped", dtype: str = "f32", *, group_size: int | None = None, seed: int = 0, **arguments: Any) -> tl.Model:
     """The random model of CONFIGS[name], open; `max_seq_len` is 512 unless given."""
-    if device.startswith("cuda") and arguments.get("kv_mode") not in (None, *CUDA_MODES):
-        pytest.skip("CUDA has float KV modes; test_cuda.py has the error")
     return tl.Model(model_file(name, dtype, group_size, seed), arguments.pop("max_seq_len", 512), device=device, **arguments)
 
 

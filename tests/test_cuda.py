@@ -3,28 +3,22 @@
 Counters of allocations and graphs are the emulator's (TINYLOOP_TEST_BACKENDS=cuda-emulated); the rest holds on a GPU as well.
 """
 
-import ctypes
 import gc
 import sys
 import warnings
-from ctypes import byref
 from pathlib import Path
 
 import emulated_cuda
 import numpy as np
 import pytest
-from contract import CONSTANTS as C
-from contract import load
-from models import CONFIGS, random_tokens
-from runtime import backends, kv_of, model_file, open_model, same_bits, same_kv
-from test_native_contract import Tiny, changed
+from models import CONFIGS, random_model, random_tokens, small
+from runtime import backends, kv_of, open_model, same_bits, same_kv
 from tolerances import TOLERANCES
 
 import tinyloop_py as tl
 from tinyloop_py import devices
 from tinyloop_py.kv_export import export_kv
 from tinyloop_py.lockstep import step_generations
-from tinyloop_py.native import library_path
 
 pytestmark = pytest.mark.skipif("cuda" not in backends(), reason="no CUDA device, and TINYLOOP_TEST_BACKENDS does not name cuda-emulated")
 PROMPT = random_tokens(CONFIGS["shipped"], 40)
@@ -66,7 +60,16 @@ def test_steps_that_run_ahead_draw_what_single_steps_draw(how):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "group_size", "kv_mode"),
-    [("shipped", "bf16", None, "fp16"), ("qwen2", "bf16", None, "bf16"), ("huginn", "int8", 64, "bf16"), ("ouro", "f16", None, "fp16")],
+    [
+        ("shipped", "bf16", None, "fp16"),
+        ("qwen2", "bf16", None, "bf16"),
+        ("huginn", "int8", 64, "bf16"),
+        ("ouro", "f16", None, "fp16"),
+        ("shipped", "bf16", None, "int8"),
+        ("qwen3", "bf16", None, "int8"),
+        ("qwen2", "f16", None, "int4"),
+        ("huginn", "bf16", None, "int4"),
+    ],
 )
 def test_prompts_give_the_same_bits_however_they_run(name, dtype, group_size, kv_mode):
     """The matrix of test_exactness.py at one loop and few splits: what the emulator can do in seconds."""
@@ -104,6 +107,37 @@ def test_a_step_as_one_kernel_has_the_same_bits(name, dtype, kv_mode, loops, win
             n_kernels.append(device.kernels.emulator_n_kernels() - before if device else 2 - len(found))
     assert found[0][:2] == found[1][:2] and same_kv(found[0][2], found[1][2])
     assert n_kernels[1] < n_kernels[0]
+
+
+@pytest.mark.parametrize(
+    ("kv_mode", "head_dim", "n_kv_heads"),
+    [("fp16", 16, 8), ("bf16", 80, 8), ("int8", 16, 8), ("int8", 48, 16), ("int8", 160, 8), ("int4", 16, 8), ("int4", 80, 8), ("int4", 256, 8)],
+)
+def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv_heads):
+    """A prompt whose attention is 64 tiles of 64 queries or more has a kernel of its own; its parts, and single rows, don't."""
+    config = small(dim=32, ffn_dim=48, n_heads=16, n_kv_heads=n_kv_heads, head_dim=head_dim, tied_embeddings=False)
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    tokens = random_tokens(config, 280)
+    with tl.Model(tmp_path / "m.tinyloop", 512, device="cuda", kv_mode=kv_mode) as model:
+        assert same_kv(kv_of(model, tokens, window=200), kv_of(model, tokens, window=200, splits=(130,)))
+        pool, logits = tl.PrefixPool(), model.logits(tokens, last_only=True)
+        model.register_prefix(pool, tokens[:-1])
+        generation = model._start(tokens, 1, pool=pool, temperature=0.0, run_prompt=False)
+        generation.keep_logits()
+        generation.run()
+        assert pool.stats().hits == 1 and same_bits(np.asarray(generation.logits), logits[0])
+
+
+@pytest.mark.parametrize(("name", "dtype", "group_size"), [("ouro", "bf16", None), ("odd", "f32", None), ("huginn", "int8", 64)])
+def test_h_mode_rebuilds_the_bits_of_fp16(name, dtype, group_size):
+    tokens = random_tokens(CONFIGS[name], 90)
+    with (
+        open_model("cuda", name, dtype, group_size=group_size) as plain,
+        open_model("cuda", name, dtype, group_size=group_size, kv_mode="h") as model,
+    ):
+        want = kv_of(plain, tokens, loops=1)
+        for splits in ((), (1, 17), (64, 89)):
+            assert same_kv(want, kv_of(model, tokens, loops=1, splits=splits)), f"split at {splits}"
 
 
 def test_generations_that_take_turns_keep_their_own_rows():
@@ -247,33 +281,6 @@ def test_greedy_tokens_of_the_model_in_the_package_are_those_of_the_cpu():
 
 
 # ---- what is not there
-
-
-@pytest.mark.parametrize("kv_mode", ["int8", "int4", "h"])
-def test_kv_modes_that_are_not_there_are_named(kv_mode):
-    with pytest.raises(ValueError, match=rf"KV mode {kv_mode} is not there on CUDA.*fp16, bf16, fp32.*device='cpu'"):
-        tl.Model(model_file("ouro"), 64, device="cuda", kv_mode=kv_mode)
-
-
-def test_the_library_names_what_it_lacks(emulated):
-    tiny = Tiny(load(library_path("cuda")))  # host memory is the emulator's memory
-    array, out, rows = np.zeros(64, np.float32).ctypes.data, ctypes.c_uint64(), (ctypes.c_uint64(), ctypes.c_uint64())
-
-    def lacks(text, name, *arguments):
-        assert getattr(tiny.lib, name)(*arguments) == C["TL_ERR_UNSUPPORTED"], name
-        assert text in tiny.lib.tl_last_error().decode()
-
-    assert tiny.lib.tl_plan_row_nbytes(byref(tiny.desc), *map(byref, rows)) == C["TL_OK"] and [n.value for n in rows] == [16, 16]
-    for kind in ("TL_INT8", "TL_INT4"):
-        desc = changed(tiny.desc, kv_dtype=C[kind])
-        lacks(kind, "tl_plan_page_nbytes", byref(desc), 0, byref(out))
-        lacks(kind, "tl_plan_row_nbytes", byref(desc), *map(byref, rows))
-        lacks(kind, "tl_plan_create", tiny.cpu.handle, byref(desc), byref(ctypes.c_void_p()))
-    operands = changed(tiny.desc, operand_base=(ctypes.c_void_p * 3)(array, array, array))
-    lacks("operand pages", "tl_plan_create", tiny.cpu.handle, byref(operands), byref(ctypes.c_void_p()))
-    lacks("operand pages", "tl_plan_operand_page_nbytes", byref(tiny.desc), 0, byref(out))
-    lacks("operand pages", "tl_plan_export_operands", tiny.plan, 0, 0, array, None)
-    lacks("operand pages", "tl_plan_import_operands", tiny.plan, 0, 0, array, None)
 
 
 # ---- errors of opening

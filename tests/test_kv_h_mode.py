@@ -11,7 +11,6 @@ from tinyloop_py.kv_export import export_operands, import_operands
 NAMES = [name for name, c in CONFIGS.items() if 2 * c.kv_dim > c.dim]
 DTYPES = (("f32", None), ("bf16", None), ("f16", None), ("int8", 64))
 N = 150
-CPU_ONLY = True  # CUDA has no operand pages yet; test_cuda.py has the error
 
 
 def pair(backend, name, dtype="bf16", **arguments):

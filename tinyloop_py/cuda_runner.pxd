@@ -14,7 +14,6 @@ cdef class CudaRunner(Runner):
     cdef Buffer _inputs                # the same on the device
     cdef Buffer _outputs               # what a batch writes
     cdef Buffer _transit               # a page in the canonical layout; None until one is asked for
-    cdef int64_t _page_row_nbytes      # of one key of it, as of one value
     cdef bint _writes                  # else `put` only counts
     cdef int64_t _used, _out_used
     cdef StepGraphs _graphs            # of steps that the host waits for
@@ -24,8 +23,8 @@ cdef class CudaRunner(Runner):
     cdef uintptr_t put(self, const void *source, int64_t nbytes) noexcept
     cdef uintptr_t room(self, int64_t nbytes) noexcept
     cdef int lay_inputs(self, const tl_batch *batch, tl_batch *there) except -1
-    cdef uintptr_t transit(self) except 0
-    cdef int64_t half_nbytes(self, int n_layers) noexcept
+    cdef uintptr_t transit(self, int64_t nbytes) except 0
+    cdef int size_page(self, int part, int64_t *key_nbytes, int64_t *value_nbytes) except -1
     cdef const int32_t *const *put_tables(self, const int32_t *const *source, int n, int64_t nbytes) noexcept
     cdef int lay_sampling(self, const tl_batch *batch, int64_t first) except -1
     cdef int lay_outputs(self, const tl_batch *batch, tl_batch *there) except -1

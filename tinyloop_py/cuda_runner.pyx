@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from .abi cimport TL_PAGE_POSITIONS, TL_RUN_CORE, TL_STAGE_CORE, tl_batch, tl_sampling
+from .abi cimport TL_F32, TL_PAGE_POSITIONS, TL_RUN_CORE, TL_STAGE_CORE, tl_batch, tl_matrix, tl_sampling, tl_status
 from .cuda_context cimport CudaContext
 from .cuda_graphs cimport StepGraphs, rows_for
 from .cuda_lane cimport MAX_STOP, Lane
@@ -169,48 +169,74 @@ cdef class CudaRunner(Runner):
 
     # ---- pages
 
-    cdef uintptr_t transit(self) except 0:
-        """Device memory that a page passes through: keys, and values behind them."""
-        cdef uint64_t key_nbytes, value_nbytes
-        cdef int part, layers = 0
-        cdef Library library = self.plan.context.library
-        if self._transit is None:
-            for part in range(3):
-                layers = max(layers, self.plan.desc.n_layers[part])
-            library.check(library.f.plan_row_nbytes(&self.plan.desc, &key_nbytes, &value_nbytes), "sizing KV rows")
-            self._page_row_nbytes = key_nbytes  # of float types, which CUDA has, keys and values are alike
-            self._transit = DeviceBuffer(self.device, 2 * padded(self.half_nbytes(layers)), "a KV page on its way")
+    cdef uintptr_t transit(self, int64_t nbytes) except 0:
+        """Device memory that a page passes through."""
+        if self._transit is None or self._transit.nbytes < nbytes:
+            self._transit = None  # every use of it was waited for
+            self._transit = DeviceBuffer(self.device, nbytes, "a page on its way")
         return self._transit.pointer
 
-    cdef int64_t half_nbytes(self, int n_layers) noexcept:
-        """Bytes of the keys of a page with so many layers."""
-        return <int64_t>n_layers * self.plan.desc.n_kv_heads * TL_PAGE_POSITIONS * self._page_row_nbytes
+    cdef int size_page(self, int part, int64_t *key_nbytes, int64_t *value_nbytes) except -1:
+        """Bytes of the keys and of the values of a page in the canonical layout."""
+        cdef uint64_t key_row, value_row
+        cdef Library library = self.plan.context.library
+        cdef int64_t rows = <int64_t>self.plan.desc.n_layers[part] * self.plan.desc.n_kv_heads * TL_PAGE_POSITIONS
+        library.check(library.f.plan_row_nbytes(&self.plan.desc, &key_row, &value_row), "sizing KV rows")
+        key_nbytes[0], value_nbytes[0] = rows * <int64_t>key_row, rows * <int64_t>value_row
+        return 0
 
     cdef int read_page(self, int part, int32_t page, void *keys, void *values) except -1:
-        cdef uintptr_t first = self.transit()
-        cdef int64_t nbytes = self.half_nbytes(self.plan.desc.n_layers[part])
-        cdef uintptr_t second = first + padded(nbytes)
+        cdef int64_t key_nbytes, value_nbytes
+        self.size_page(part, &key_nbytes, &value_nbytes)
+        cdef uintptr_t first = self.transit(padded(key_nbytes) + value_nbytes)
+        cdef uintptr_t second = first + padded(key_nbytes)
         self.plan.context.library.check(
             self.plan.context.library.f.plan_export_page(self.plan.handle, part, page, <void *>first, <void *>second, self.plan.context.stream),
             "reading a KV page",
         )
-        self.device.copy(<uintptr_t>keys, first, nbytes)
-        self.device.copy(<uintptr_t>values, second, nbytes)
+        self.device.copy(<uintptr_t>keys, first, key_nbytes)
+        self.device.copy(<uintptr_t>values, second, value_nbytes)
         self.device.wait("reading a KV page")
         return 0
 
     cdef int write_page(self, int part, int32_t page, const void *keys, const void *values) except -1:
-        cdef uintptr_t first = self.transit()
-        cdef int64_t nbytes = self.half_nbytes(self.plan.desc.n_layers[part])
-        cdef uintptr_t second = first + padded(nbytes)
-        self.device.copy(first, <uintptr_t>keys, nbytes)
-        self.device.copy(second, <uintptr_t>values, nbytes)
+        cdef int64_t key_nbytes, value_nbytes
+        self.size_page(part, &key_nbytes, &value_nbytes)
+        cdef uintptr_t first = self.transit(padded(key_nbytes) + value_nbytes)
+        cdef uintptr_t second = first + padded(key_nbytes)
+        self.device.copy(first, <uintptr_t>keys, key_nbytes)
+        self.device.copy(second, <uintptr_t>values, value_nbytes)
         self.plan.context.library.check(
             self.plan.context.library.f.plan_import_page(self.plan.handle, part, page, <void *>first, <void *>second, self.plan.context.stream),
             "writing a KV page",
         )
         self.device.wait("writing a KV page")
         return 0
+
+    cdef int read_operands(self, int part, int32_t page, void *operands) except -1:
+        cdef int64_t nbytes = self.plan.store.page_nbytes(part + 3)
+        cdef uintptr_t at = self.transit(nbytes)
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_export_operands(self.plan.handle, part, page, <void *>at, self.plan.context.stream),
+            "reading a page of operands",
+        )
+        self.device.copy(<uintptr_t>operands, at, nbytes)
+        self.device.wait("reading a page of operands")
+        return 0
+
+    cdef int write_operands(self, int part, int32_t page, const void *operands) except -1:
+        cdef int64_t nbytes = self.plan.store.page_nbytes(part + 3)
+        cdef uintptr_t at = self.transit(nbytes)
+        self.device.copy(at, <uintptr_t>operands, nbytes)
+        self.plan.context.library.check(
+            self.plan.context.library.f.plan_import_operands(self.plan.handle, part, page, <void *>at, self.plan.context.stream),
+            "writing a page of operands",
+        )
+        self.device.wait("writing a page of operands")
+        return 0
+
+    cdef int64_t operand_row_nbytes(self, const tl_matrix *weight) noexcept:
+        return <int64_t>weight.n_in * (4 if weight.dtype == TL_F32 else 2)  # int8 weights are widened to bfloat16
 
     # ---- sequences that step by themselves
 

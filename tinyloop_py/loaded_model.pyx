@@ -55,7 +55,6 @@ cdef class LoadedModel(PoolClient):
             self._tokenizer_json = file.tokenizer_json
             check_kv_mode(self.kv_mode, file.config)
             context, self.device = open_context(device, threads)
-            check_kv_mode(self.kv_mode, file.config, self.device)
             weights = load_weights(context, file)
             self._weights_id, self._file_id = file.weights_id(), file.file_id
         rows = min(MAX_ROWS if self.device == "cpu" else MAX_ROWS_CUDA, self.max_seq_len)

@@ -1,6 +1,6 @@
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
-from .abi cimport tl_batch
+from .abi cimport tl_batch, tl_matrix
 from .plan cimport Plan
 from .sampling cimport Sampling
 from .sequence cimport Sequence
@@ -15,6 +15,7 @@ cdef class Runner:
     cdef int read_operands(self, int part, int32_t page, void *operands) except -1
     cdef int write_operands(self, int part, int32_t page, const void *operands) except -1
     cdef bint runs_ahead(self, Sampling sampling) noexcept
+    cdef int64_t operand_row_nbytes(self, const tl_matrix *weight) noexcept
     cdef Stepper stepper(self, Sequence seq, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left)
     cdef int begin(self, list steppers) except -1
     cdef bint go_on(self, list steppers) except -1

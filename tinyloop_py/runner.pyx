@@ -3,9 +3,9 @@
 The host's runner is here; cuda_runner.pyx has CUDA's.
 """
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 
-from .abi cimport tl_batch, tl_status
+from .abi cimport TL_F32, TL_INT8, TL_INT8_GROUP, tl_batch, tl_matrix, tl_status
 from .plan cimport Plan
 from .sampling cimport Sampling
 from .sequence cimport Sequence
@@ -59,6 +59,13 @@ cdef class Runner:
             status = self.plan.context.library.f.plan_import_operands(self.plan.handle, part, page, operands, NULL)
         self.plan.context.library.check(status, "writing a page of operands")
         return 0
+
+    cdef int64_t operand_row_nbytes(self, const tl_matrix *weight) noexcept:
+        """Bytes of one row of a product's operand in a page of operands."""
+        cdef int64_t n_groups = (weight.n_in + TL_INT8_GROUP - 1) // TL_INT8_GROUP
+        if weight.dtype == TL_INT8:
+            return n_groups * (TL_INT8_GROUP + sizeof(float))
+        return <int64_t>weight.n_in * (4 if weight.dtype == TL_F32 else 2)
 
     # ---- steps that run ahead of the host, where a backend has them
 

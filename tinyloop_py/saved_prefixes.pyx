@@ -11,7 +11,7 @@ import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
 
-from .abi cimport TL_F32, TL_INT8, TL_INT8_GROUP, TL_PAGE_POSITIONS, TL_STAGE_CORE
+from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
 from .context cimport PackedMatrix
 from .engine cimport Engine
 from .kv_transfer cimport canonical_page, export_pages, import_pages
@@ -105,24 +105,17 @@ cdef int write_span(Engine engine, object file, Span span, object described, int
 cdef int blank(Engine engine, int stage, object pages, int first) except -1:
     """Zeros at the positions from `first` on."""
     cdef int part = min(stage, TL_STAGE_CORE)
+    cdef PackedMatrix weight
     if pages.ndim > 2:
         pages[:, :, :, first:] = 0
         return 0
     c, at = engine.config, 0
     for layer in range((c.n_prelude, c.n_coda, c.n_core)[part]):  # operands: of every layer 16 rows
-        row = operand_row_nbytes(engine, f"{('prelude', 'coda', 'core')[part]}.{layer}.qkv")
+        weight = engine.plan.weights.matrices[f"{('prelude', 'coda', 'core')[part]}.{layer}.qkv"]
+        row = engine.runner.operand_row_nbytes(&weight.matrix)
         pages[:, at + first * row : at + TL_PAGE_POSITIONS * row] = 0
         at += TL_PAGE_POSITIONS * row
     return 0
-
-
-cdef int64_t operand_row_nbytes(Engine engine, str name) except -1:
-    cdef PackedMatrix weight = engine.plan.weights.matrices[name]
-    cdef int64_t n = weight.matrix.n_in
-    if weight.matrix.dtype == TL_INT8:
-        n = (n + TL_INT8_GROUP - 1) // TL_INT8_GROUP
-        return n * (TL_INT8_GROUP + sizeof(float))
-    return n * (4 if weight.matrix.dtype == TL_F32 else 2)
 
 
 def load_prefixes(LoadedModel model, path, str kind, bint rebuild):

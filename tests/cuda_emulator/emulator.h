@@ -121,6 +121,27 @@ struct Mma {
   float d[4];
   uint32_t a[4], b[2];
 };
+struct IntegerMma {
+  int d[4];
+  uint32_t a[4], b[2];
+};
+struct Integers {
+  int d[4];
+};
+inline Integers multiply_bytes(const IntegerMma *in, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  Integers s;
+  for (int i = 0; i < 4; i++) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    int sum = in[lane].d[i];
+    for (int k = 0; k < 32; k++) {
+      const uint32_t a = in[row % 8 * 4 + k % 16 / 4].a[k / 16 * 2 + row / 8], b = in[column * 4 + k % 16 / 4].b[k / 16];
+      sum += (int8_t)(a >> k % 4 * 8) * (int8_t)(b >> k % 4 * 8);
+    }
+    s.d[i] = sum;
+  }
+  return s;
+}
 struct Four {
   uint32_t r[4];
 };
@@ -225,6 +246,11 @@ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
   const emulator::Sums s = emulator::warp_operation<emulator::Mma, emulator::Sums, emulator::multiply<emulator::of_f16>>(7, m);
   memcpy(d, s.d, sizeof s.d);
 }
+inline void mma_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const emulator::IntegerMma m{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const emulator::Integers s = emulator::warp_operation<emulator::IntegerMma, emulator::Integers, emulator::multiply_bytes>(11, m);
+  memcpy(d, s.d, sizeof s.d);
+}
 using shared_t = uintptr_t;
 inline shared_t shared_of(const void *p) { return (shared_t)p; }
 
@@ -244,6 +270,9 @@ inline uint32_t subtract_bf16(uint32_t a, uint32_t b) {
   using emulator::of_bf16;
   return pack_bf16(of_bf16((uint16_t)a) - of_bf16((uint16_t)b), of_bf16((uint16_t)(a >> 16)) - of_bf16((uint16_t)(b >> 16)));
 }
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
+inline float min_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
+inline int nearest(float x) { return x == x ? (int)rintf(x) : 0; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }

@@ -1,0 +1,159 @@
+// Heads as codes (docs/kv-modes.md): the turn, what int8 and int4 store of K and V, and the 16-bit operands that meet codes. A warp has
+// a head: lane i its dims 8 i to 8 i + 7. What is exact or rounded once is so wherever it is computed, in float32.
+#pragma once
+
+#include "math.cuh"
+
+namespace tl {
+
+constexpr int kOperandMax = 127 * 256;               // what both bytes hold with a sign of their own
+constexpr float kLeastScale = 7.8886090522101181e-31f;  // 2^-100: a smaller scale makes all codes 0
+
+// K and V as codes; of V kValueBits each.
+template <int kBits>
+struct Codes {
+  static constexpr bool kQuantised = true;
+  static constexpr int kValueBits = kBits, kDtype = kBits == 8 ? TL_INT8 : TL_INT4;
+  static constexpr int kUnitDims = kBits == 8 ? 16 : TL_KV_GROUP;  // of V, whose bytes lie together
+};
+
+TL_DEVICE float warp_largest(float x) {
+  for (int w = 16; w; w /= 2) x = max_nan(x, __shfl_xor_sync(0xffffffffu, x, w));
+  return x;
+}
+
+// The lane's dims of a head in shared memory, zeros behind its end.
+TL_DEVICE void load_dims(float (&x)[8], const float *head, int head_pad) {
+  const int dim = lane_id() * 8;
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = dim < head_pad ? head[dim + i] : 0.0f;
+}
+
+// The head times the Hadamard matrix over sqrt(block), in blocks of so many dims: stages of sums and differences, then one product.
+TL_DEVICE void turn_head(float (&x)[8], int block, float scale) {
+#pragma unroll
+  for (int half = 1; half < 8; half *= 2) {
+    if (half >= block) break;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      if (i & half) continue;
+      const float a = x[i], b = x[i + half];
+      x[i] = a + b;
+      x[i + half] = a - b;
+    }
+  }
+#pragma unroll 1
+  for (int half = 8; half < block; half *= 2) {
+    const bool upper = lane_id() & half / 8;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float other = __shfl_xor_sync(0xffffffffu, x[i], half / 8);
+      x[i] = upper ? other - x[i] : x[i] + other;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) x[i] = x[i] * scale;
+}
+
+// ---- operands: values are 16-bit integers times a scale
+
+struct OperandScale {
+  float scale, inverse;
+};
+// Of values whose largest magnitude is `top`; too small a one makes all operands 0, a NaN or an infinity the scale no number.
+TL_DEVICE OperandScale operand_scale(float top) { return {top * (1.0f / kOperandMax), top >= kLeastScale ? (float)kOperandMax / top : 0.0f}; }
+TL_DEVICE int operand_of(float x, OperandScale s) { return nearest(x * s.inverse); }
+
+TL_DEVICE uint32_t pack_bytes(int a, int b, int c, int d) {
+  return (uint32_t)(a & 255) | (uint32_t)(b & 255) << 8 | (uint32_t)(c & 255) << 16 | (uint32_t)(d & 255) << 24;
+}
+// An operand is 256 times its high byte and its low byte, both signed.
+TL_DEVICE uint32_t low_bytes(int a, int b, int c, int d) { return pack_bytes(a, b, c, d); }
+TL_DEVICE uint32_t high_bytes(int a, int b, int c, int d) { return pack_bytes((a + 128) >> 8, (b + 128) >> 8, (c + 128) >> 8, (d + 128) >> 8); }
+
+// The lane's dims of a turned head of q as operands.
+struct QueryCodes {
+  uint2 high, low;
+  float scale;
+};
+
+TL_DEVICE QueryCodes query_codes(const float (&x)[8]) {
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) top = max_nan(top, fabsf(x[i]));
+  const OperandScale s = operand_scale(warp_largest(top));
+  int o[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) o[i] = operand_of(x[i], s);
+  return {make_uint2(high_bytes(o[0], o[1], o[2], o[3]), high_bytes(o[4], o[5], o[6], o[7])),
+          make_uint2(low_bytes(o[0], o[1], o[2], o[3]), low_bytes(o[4], o[5], o[6], o[7])), s.scale};
+}
+
+// ---- codes: the lane's eight as bytes in x and y, the bfloat16 scale, and a zero above it, in z
+
+TL_DEVICE float code_inverse(float scale) { return scale >= kLeastScale ? 1.0f / scale : 0.0f; }
+
+TL_DEVICE uint4 codes_int8(const float (&x)[8]) {
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) top = max_nan(top, fabsf(x[i]));
+  top = warp_largest(top);
+  const uint32_t scale = Bf16::pack(top * (1.0f / 127.0f) + top * 0.0f, 0.0f);  // an infinity gives NaN too
+  const float inverse = code_inverse(Bf16::unpack(scale).x);
+  int c[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) c[i] = nearest(fminf(127.0f, fmaxf(-127.0f, x[i] * inverse)));
+  return make_uint4(pack_bytes(c[0], c[1], c[2], c[3]), pack_bytes(c[4], c[5], c[6], c[7]), scale, 0);
+}
+
+// A group is the dims of four lanes. The codes of a group's first half have those of its second half above them.
+TL_DEVICE uint4 codes_int4(const float (&x)[8], int head_dim) {
+  const int n = head_dim - lane_id() * 8;
+  float low = bits_float(0x7f800000u), high = bits_float(0xff800000u);
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i < n) low = min_nan(low, x[i]), high = max_nan(high, x[i]);
+#pragma unroll
+  for (int w = 1; w < 4; w *= 2) {
+    low = min_nan(low, __shfl_xor_sync(0xffffffffu, low, w));
+    high = max_nan(high, __shfl_xor_sync(0xffffffffu, high, w));
+  }
+  const uint32_t zero = Bf16::pack(low, 0.0f);
+  const float z = Bf16::unpack(zero).x;
+  const uint32_t scale = Bf16::pack((high - z) * (1.0f / 15.0f) + (low * 0.0f + high * 0.0f), 0.0f);
+  const float inverse = code_inverse(Bf16::unpack(scale).x);
+  int c[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) c[i] = i < n ? nearest(fminf(15.0f, fmaxf(0.0f, (x[i] - z) * inverse))) : 0;
+  const uint32_t first = pack_bytes(c[0], c[1], c[2], c[3]), second = pack_bytes(c[4], c[5], c[6], c[7]);
+  return make_uint4(first | __shfl_xor_sync(0xffffffffu, first, 2) << 4, second | __shfl_xor_sync(0xffffffffu, second, 2) << 4, scale | zero << 16,
+                    0);
+}
+
+TL_DEVICE void store_key_codes(uint8_t *keys, int head_pad, int slot, uint4 codes) {
+  *(uint2 *)(keys + k_code_at(slot, lane_id() * 8)) = make_uint2(codes.x, codes.y);
+  if (lane_id() == 0) ((uint16_t *)(keys + k_scale_at(head_pad)))[slot] = (uint16_t)codes.z;
+}
+
+TL_DEVICE void store_value_codes(int dtype, uint8_t *values, int head_pad, int slot, uint4 codes) {
+  const int lane = lane_id(), group = dtype == TL_INT4 ? lane / 4 : 0, at = group * TL_PAGE_POSITIONS + slot;
+  if (lane == 0 || (dtype == TL_INT4 && lane % 4 == 0)) {
+    ((uint16_t *)(values + v_scale_at(dtype, head_pad)))[at] = (uint16_t)codes.z;
+    if (dtype == TL_INT4) ((uint16_t *)(values + v_zero_at(dtype, head_pad)))[at] = (uint16_t)(codes.z >> 16);
+  }
+  if (dtype == TL_INT4 && lane & 2) return;
+  uint8_t *to = values + v_code_row(dtype, lane * 8) * TL_PAGE_POSITIONS + key_place(slot);
+#pragma unroll
+  for (int i = 0; i < 8; i++) to[i * TL_PAGE_POSITIONS] = (uint8_t)((i < 4 ? codes.x : codes.y) >> i % 4 * 8);
+}
+
+// To a page's keys, or its values, of one KV head; by the lanes that have dims. No two slots share a byte.
+template <class Kv>
+TL_DEVICE void store_codes(uint8_t *page, int head_pad, int slot, uint4 codes, bool values) {
+  if (values)
+    store_value_codes(Kv::kDtype, page, head_pad, slot, codes);
+  else
+    store_key_codes(page, head_pad, slot, codes);
+}
+
+}  // namespace tl
