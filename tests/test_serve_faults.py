@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from engine_runs import GREEDY, ask, plain, prompt, run
+from engine_runs import GREEDY, ask, held_steps, plain, prompt, run
 from serving import tiny_model
 
 import tinyloop_py as tl
@@ -31,23 +31,9 @@ def test_a_full_queue_refuses_with_429(model):
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """Steps of the model and of prefixes wait in the worker until they are let go."""
-    from tinyloop_py.serve import runner, steps
-
-    gate, step, run_rows = threading.Event(), runner.step_generations, steps.PrefixBuild._run
-
-    def waiting(work):
-        def wrapped(*arguments):
-            assert gate.wait(60)
-            return work(*arguments)
-
-        return wrapped
-
-    monkeypatch.setattr(runner, "step_generations", waiting(step))
-    monkeypatch.setattr(steps.PrefixBuild, "_run", waiting(run_rows))
-    yield gate
-    gate.set()
+def held():
+    with held_steps() as held:
+        yield held
 
 
 def test_a_deadline_ends_requests_at_work_and_waiting(model, held):
@@ -57,7 +43,7 @@ def test_a_deadline_ends_requests_at_work_and_waiting(model, held):
             with pytest.raises(ServeError, match="deadline") as raised:
                 await stream.collect()
             assert raised.value.status == 504
-        held.set()
+        held.open()
         [output] = await engine.submit(ask(5, 3)).collect()
         assert len(output.tokens) == 3
 
@@ -144,20 +130,26 @@ def test_a_fault_of_the_runner_itself_is_survived(model, monkeypatch):
 def test_a_killed_worker_fails_everybody_and_nobody_hangs(model, monkeypatch):
     from tinyloop_py.serve import runner
 
+    gate = threading.Event()
+
     def killed(generations, rows):
+        assert gate.wait(60)
         raise SystemExit  # here, as one that is thrown into the thread may land where nothing can be raised
+
+    monkeypatch.setattr(runner, "step_generations", killed)
 
     async def main():
         async with Engine(model, tl.PrefixPool(4), max_running=1) as engine:
             running, queued = engine.submit(ask(5, 400)), engine.submit(ask(5, 400))
-            await running.__anext__()
-            assert engine.alive
+            while not engine.n_running:
+                await asyncio.sleep(0)
             build = asyncio.ensure_future(engine.register("t", None, prompt(400)))
             await asyncio.sleep(0)
-            monkeypatch.setattr(runner, "step_generations", killed)
+            assert engine.alive
+            gate.set()
             for work in (running.collect(), queued.collect(), build):
                 with pytest.raises(ServeError) as raised:
-                    await asyncio.wait_for(work, 20)
+                    await asyncio.wait_for(work, 60)
                 assert raised.value.status == 503
             assert not engine.alive and "died" in engine.problem
             with pytest.raises(ServeError):
@@ -166,24 +158,27 @@ def test_a_killed_worker_fails_everybody_and_nobody_hangs(model, monkeypatch):
     asyncio.run(main())
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(model):
+def test_draining_finishes_what_runs_and_refuses_what_comes(model, held):
     async def main():
         async with Engine(model) as engine:
             stream = engine.submit(ask(5, 30))
-            drained = asyncio.ensure_future(engine.drain(30))
+            drained = asyncio.ensure_future(engine.drain(60))
             await asyncio.sleep(0)
             with pytest.raises(ServeError) as raised:
                 engine.submit(ask(5, 5))
             assert raised.value.status == 503
+            held.allow(30)
             assert len((await stream.collect())[0].tokens) == 30
             await drained
             endless = GenerationRequest(prompt(5), 500, sampling=GREEDY, stop_tokens=())
             engine._draining = False
             stream = engine.submit(endless)
+            held.allow(1)
             await stream.__anext__()
             await engine.drain(0)
             with pytest.raises(ServeError, match="shutting down"):
                 await stream.collect()
+            held.open()
 
     asyncio.run(main())
 
@@ -212,7 +207,7 @@ def test_a_registration_has_the_deadline_of_requests(model, held):
             with pytest.raises(ServeError, match="deadline") as raised:
                 await build
             assert raised.value.status == 504
-        held.set()
+        held.open()
         while len(engine._prefixes):
             await asyncio.sleep(0.001)
         assert engine.pool.size() == 0
