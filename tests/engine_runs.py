@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 import tinyloop_py as tl
-from tinyloop_py.serve import Engine, GenerationRequest
+from tinyloop_py.serve import Engine, GenerationRequest, runner, steps
 from tinyloop_py.serve.requests import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -54,3 +56,43 @@ def run(model: tl.Model, work: Callable[[Engine], Any], pool: tl.PrefixPool | No
         pool.clear()
     assert model.kv_nbytes == 0
     return result
+
+
+class Held:
+    """Steps of the model and of prefixes, which a worker takes as far as it is let: so a test need not be faster than it."""
+
+    def __init__(self) -> None:
+        self._allowed = threading.Semaphore(0)
+        self._open = False
+
+    def allow(self, n: int) -> None:
+        """Let it take n steps."""
+        self._allowed.release(n)
+
+    def open(self) -> None:
+        """Let it go on."""
+        self._open = True
+        self._allowed.release()
+
+    def after(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """`work`, done when it is allowed."""
+
+        def held(*arguments: Any) -> Any:
+            assert self._allowed.acquire(timeout=60)
+            if self._open:
+                self._allowed.release()
+            return work(*arguments)
+
+        return held
+
+
+@contextlib.contextmanager
+def held_steps() -> Iterator[Held]:
+    """All engines of this process, held; let go at the end."""
+    held, real = Held(), (runner.step_generations, steps.PrefixBuild._run)
+    runner.step_generations, steps.PrefixBuild._run = held.after(real[0]), held.after(real[1])
+    try:
+        yield held
+    finally:
+        runner.step_generations, steps.PrefixBuild._run = real
+        held.open()

@@ -76,7 +76,7 @@ def ask(url: str, path: str, body: Any = None, *, key: str | None = None, method
     fields = {**JSON, **({"authorization": f"Bearer {key}"} if key else {}), **(headers or {})}
     request = urllib.request.Request(url + path, data, fields, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return Answered(answer.status, answer.headers, answer.read())
     except urllib.error.HTTPError as error:
         return Answered(error.code, error.headers, error.read())
@@ -97,7 +97,7 @@ def is_error(answer: Answered, status: int, param: str | None = None, code: str 
     )  # fmt: skip
 
 
-def wait_until(condition: Any, what: str, seconds: float = 30.0) -> None:
+def wait_until(condition: Any, what: str, seconds: float = 120.0) -> None:
     """Wait for what comes soon; the limit only keeps a failing test from hanging."""
     end = time.monotonic() + seconds
     while not condition():
@@ -137,7 +137,7 @@ def server_process(*options: str, model: Path | str | None = None, wait: bool = 
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

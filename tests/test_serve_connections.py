@@ -31,7 +31,7 @@ def connect(url, receive_buffer=None):
     connection = socket.socket()
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(60)
+    connection.settimeout(120)
     connection.connect((host, int(port)))
     return connection
 

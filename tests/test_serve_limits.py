@@ -76,7 +76,7 @@ def test_other_statuses_have_the_same_shape(url):
 
 def raw(url, data, keep=False):
     host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), 30)
+    connection = socket.create_connection((host, int(port)), 120)
     connection.sendall(data)
     if keep:
         return connection
@@ -112,15 +112,18 @@ def test_a_client_that_leaves_ends_the_work(url):
     assert b"tinyloop_requests_waiting 0.0" in ask(url, "/metrics").body
 
 
-def test_slow_and_many_connections_are_refused():
-    with server_here(header_seconds=0.5, body_seconds=0.5, max_connections=4, idle_seconds=1) as (url, _):
+def test_slow_connections_are_refused():
+    with server_here(header_seconds=0.5, body_seconds=0.5, idle_seconds=1) as (url, _):
         assert raw(url, b"GET / HTT").startswith(b"HTTP/1.1 408")
         assert raw(url, b"").startswith(b"HTTP/1.1 408")
         answer = raw(url, f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{".encode())
         assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
         answer = raw(url, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")  # ends because it stays idle
         assert answer.startswith(b"HTTP/1.1 200")
-        wait_until(lambda: ask(url, "/health").status == 200, "connections are free")
+
+
+def test_more_connections_than_may_be_are_refused():
+    with server_here(max_connections=4, header_seconds=300, idle_seconds=300) as (url, _):
         held = [raw(url, b"GET", keep=True) for _ in range(4)]
         answer = raw(url, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 503") and b"too_many_connections" in answer
@@ -143,7 +146,7 @@ def test_health_is_503_while_loading_and_when_the_worker_is_killed():
 
 
 def test_a_signal_lets_streams_finish_and_refuses_new_requests():
-    with server_process("--shutdown-grace", "20", "--max-seq-len", "2048") as (url, process):
+    with server_process("--shutdown-grace", "300", "--max-seq-len", "2048") as (url, process):
         body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
         connection = raw(url, head_of(CHAT, body), keep=True)
         data = connection.recv(1000)
@@ -151,7 +154,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests():
         while chunk := connection.recv(65536):
             data += chunk
         assert b"data: [DONE]" in data and b'"length"' in data
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
 
 
 def test_a_signal_ends_streams_after_its_grace():
@@ -163,7 +166,7 @@ def test_a_signal_ends_streams_after_its_grace():
         while chunk := connection.recv(65536):
             data += chunk
         assert b"shutting_down" in data and b"[DONE]" not in data
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
 
 
 def test_a_second_signal_ends_the_grace_in_order():
@@ -179,7 +182,7 @@ def test_a_second_signal_ends_the_grace_in_order():
         while chunk := connection.recv(65536):
             data += chunk
         assert b"shutting_down" in data and b"[DONE]" not in data
-        assert process.wait(60) == 0 and path.exists()
+        assert process.wait(120) == 0 and path.exists()
         unread.close()
 
 
@@ -246,7 +249,7 @@ def test_an_answer_before_the_body_was_read_ends_the_connection(url, head):
 
 def test_an_answer_after_the_body_was_read_keeps_the_connection(url):
     for method, path, body in (("POST", TEXT, b"{}"), ("GET", "/health", b"")):
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
         with contextlib.closing(connection):
             connection.connect()
             held = connection.sock

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ openai = pytest.importorskip("openai")
 for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
+from engine_runs import held_steps
 from serving import NAME, ask, server_here, wait_until
 
 import tinyloop_py as tl
@@ -115,9 +117,10 @@ def test_an_error_in_mid_stream_reaches_the_client(client, served, monkeypatch):
 
 
 def test_a_full_queue_is_a_rate_limit_error():
-    with server_here(max_running=1, max_queued=1, max_seq_len=4096) as (url, _):
+    with held_steps() as held, server_here(max_running=1, max_queued=1, max_seq_len=4096) as (url, _):
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
         create = client.chat.completions.create
+        held.allow(1)
         streams = [create(model=NAME, messages=HI, max_tokens=3000, stream=True, extra_body=OWN)]
         next(streams[0])
         waiting = threading.Thread(target=lambda: create(model=NAME, messages=HI, max_tokens=1))
@@ -127,9 +130,18 @@ def test_a_full_queue_is_a_rate_limit_error():
             create(model=NAME, messages=HI, max_tokens=1)
         assert int(raised.value.response.headers["retry-after"]) >= 1
         streams[0].close()
+        held.open()
         waiting.join(60)
         assert not waiting.is_alive()
         client.close()
+
+
+async def until(condition):
+    """Wait in the event loop for what comes; the limit only keeps a failing test from hanging."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
 
 
 def test_async_streams_side_by_side_and_cancelled(served):
@@ -144,19 +156,22 @@ def test_async_streams_side_by_side_and_cancelled(served):
 
             alone = [await one(seed) for seed in range(4)]
             assert await asyncio.gather(*map(one, range(4))) == alone
-            stream = await client.chat.completions.create(model=NAME, messages=HI, max_tokens=900, stream=True, extra_body=OWN)
-            await stream.__anext__()
-            assert service.engine.n_running == 1
-            await stream.close()
-            whole = asyncio.ensure_future(client.chat.completions.create(model=NAME, messages=HI, max_tokens=900, extra_body=OWN))
-            while service.engine.n_running < 1:
-                await asyncio.sleep(0.001)
-            whole.cancel()
-            for _ in range(2000):
-                if service.engine.n_running == 0:
-                    break
-                await asyncio.sleep(0.005)
-            assert service.engine.n_running == 0
+            with held_steps() as held:  # neither would end by itself
+                held.allow(1)
+                stream = await client.chat.completions.create(model=NAME, messages=HI, max_tokens=900, stream=True, extra_body=OWN)
+                await stream.__anext__()
+                assert service.engine.n_running == 1
+                await stream.close()
+                await until(lambda: all(job.cancelled for job in service.engine._requests.running))
+                held.allow(1)  # the step that it is in
+                await until(lambda: service.engine.n_running == 0)
+                whole = asyncio.ensure_future(client.chat.completions.create(model=NAME, messages=HI, max_tokens=900, extra_body=OWN))
+                await until(lambda: service.engine.n_running == 1)
+                whole.cancel()
+                await asyncio.gather(whole, return_exceptions=True)
+                await until(lambda: all(job.cancelled for job in service.engine._requests.running))
+                held.allow(1)  # the step that it is in
+                await until(lambda: service.engine.n_running == 0)
 
     asyncio.run(main())
 

@@ -44,7 +44,7 @@ def page(browser, url):
         lambda message: problems.append(message.text) if message.type == "error" and "Failed to load resource" not in message.text else None,
     )
     page.on("request", lambda request: problems.append(request.url) if not request.url.startswith((url, "data:")) else None)
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     page.goto(url)
     page.get_by_text("ready", exact=True).wait_for()
     yield page
@@ -56,7 +56,7 @@ def talk(page, text):
     page.get_by_label("Message (").fill(text)
     page.get_by_role("button", name="Send").click()
     cost = page.locator("#talk li.assistant").last.locator(".cost")
-    playwright.expect(cost).to_contain_text("cached", timeout=20_000)
+    playwright.expect(cost).to_contain_text("cached", timeout=60_000)
     return cost.inner_text()
 
 
@@ -137,7 +137,7 @@ def test_everything_can_be_done_by_keyboard_on_a_phone(page, monkeypatch):
     page.keyboard.type("two")
     page.keyboard.press("Enter")
     assert page.locator("#talk li.user").inner_text() == "one\ntwo"
-    playwright.expect(page.locator("#talk li.assistant")).to_have_text(re.compile(r".{3}", re.DOTALL), timeout=20_000)
+    playwright.expect(page.locator("#talk li.assistant")).to_have_text(re.compile(r".{3}", re.DOTALL), timeout=60_000)
     page.keyboard.press("Escape")
     playwright.expect(page.locator("#talk li.assistant .cost")).to_contain_text("stopped")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360

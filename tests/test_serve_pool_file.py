@@ -143,7 +143,7 @@ def test_what_was_registered_on_purpose_does_not_become_automatic(earlier):
 
 def end(process, status):
     process.terminate()
-    assert process.wait(60) == status, process.log.read_text()
+    assert process.wait(120) == status, process.log.read_text()
     return process.log.read_text()
 
 
@@ -180,7 +180,7 @@ def test_servers_that_end_together_save_one_pool_whole(tmp_path):
             assert ask(one, "/v1/prefixes", {"tokens": [5 + i] * 20}).status == 200
         first.terminate()
         second.terminate()
-        assert sorted((first.wait(60), second.wait(60))) == [0, 1]
+        assert sorted((first.wait(120), second.wait(120))) == [0, 1]
     with server_here(pool_file=str(path), max_seq_len=512) as (url, service):
         assert len(listed(url)) == 1 and not service.pool_file.refused
 

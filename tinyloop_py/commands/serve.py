@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .generate import DEMO, add_model_options
 
@@ -25,39 +25,48 @@ LEAST = {
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser(
-        "serve", help="serve a model over HTTP", description="Serve a model over HTTP with OpenAI's API, a prefix pool and many tenants.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )  # fmt: skip
+        "serve", help="serve a model over HTTP", description="Serve a model over HTTP with OpenAI's API, a prefix pool and many tenants."
+    )
     parser.add_argument("model", metavar="MODEL", help=f"a .tinyloop file, or '{DEMO}' for the one that comes with tinyloop")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--model-name", default="", help="what requests call the model; the file's stem by default")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default %(default)s)")
+    parser.add_argument("--model-name", default="", help="what requests call the model (default: the file's stem)")
     add_model_options(parser)
-    parser.add_argument("--kv-budget", type=int, metavar="BYTES", help="most bytes of KV pages")
+    parser.add_argument("--kv-budget", type=int, metavar="BYTES", help="most bytes of KV pages (default: what memory holds)")
+    seconds: Any = {"type": float, "metavar": "SECONDS"}
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--max-running", type=int, default=8, help="most outputs that share a step")
-    engine.add_argument("--max-queued", type=int, default=64, help="most requests that wait; further ones get status 429")
-    engine.add_argument("--prefill-rows", type=int, default=128, help="most rows of prompts between two tokens of the others")
-    engine.add_argument("--deadline", type=float, default=300.0, metavar="SECONDS", help="most time of a request, waiting included")
-    engine.add_argument("--window", type=int, default=0, help="sliding window of attention in positions, 0 for none")
-    engine.add_argument("--default-max-tokens", type=int, default=1024, help="of a chat that names none")
+    engine.add_argument(
+        "--max-running",
+        type=int,
+        default=8,
+        help="most outputs that share a step, and most prefixes being registered (default %(default)s)",
+    )
+    engine.add_argument("--max-queued", type=int, default=64, help="most requests that wait; further ones get status 429 (default %(default)s)")
+    engine.add_argument("--prefill-rows", type=int, default=128, help="most rows of prompts between two tokens of the others (default %(default)s)")
+    engine.add_argument("--deadline", default=300.0, help="most time of a request, waiting included (default %(default)g)", **seconds)
+    engine.add_argument("--window", type=int, default=0, help="sliding window of attention in positions (default %(default)s: none)")
+    engine.add_argument("--default-max-tokens", type=int, default=1024, help="of a chat that names none (default %(default)s)")
     pool = parser.add_argument_group("prefixes")
-    pool.add_argument("--pool-capacity", type=int, default=256, help="most prefixes in the pool")
-    pool.add_argument("--pool-bytes", type=int, metavar="BYTES", help="most bytes of the pool")
+    pool.add_argument("--pool-capacity", type=int, default=256, help="most prefixes in the pool (default %(default)s)")
+    pool.add_argument("--pool-bytes", type=int, metavar="BYTES", help="most bytes of the pool (default: no limit)")
     pool.add_argument(
-        "--auto-prefix", type=int, default=0, metavar="TOKENS", help="keep prefixes of finished requests, up to so many tokens; 0 keeps none"
+        "--auto-prefix",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="keep system messages and finished turns, up to so many tokens (default %(default)s: none)",
     )
     pool.add_argument("--pool-file", metavar="PATH", help="load the pool from this file at the start, save it there at the end")
     access = parser.add_argument_group("access and limits")
     access.add_argument("--keys", metavar="FILE", help="key file with the tenants; see `tinyloop key`")
     access.add_argument("--no-auth", action="store_true", help="serve other machines without keys")
-    access.add_argument("--max-body", type=int, default=2 << 20, metavar="BYTES", help="largest request body")
-    access.add_argument("--max-connections", type=int, default=256, help="most connections at a time")
-    access.add_argument("--header-timeout", type=float, default=10.0, metavar="SECONDS", help="for a request's head to arrive")
-    access.add_argument("--body-timeout", type=float, default=30.0, metavar="SECONDS", help="for a request's body to arrive")
-    access.add_argument("--write-timeout", type=float, default=60.0, metavar="SECONDS", help="for a client to take some of what is sent to it")
-    access.add_argument("--idle-timeout", type=float, default=75.0, metavar="SECONDS", help="for a connection to stay without a request")
-    access.add_argument("--shutdown-grace", type=float, default=30.0, metavar="SECONDS", help="for streams to finish when the server stops")
+    access.add_argument("--max-body", type=int, default=2 << 20, metavar="BYTES", help="largest request body (default %(default)s)")
+    access.add_argument("--max-connections", type=int, default=256, help="most connections at a time (default %(default)s)")
+    access.add_argument("--header-timeout", default=10.0, help="for a request's head to arrive (default %(default)g)", **seconds)
+    access.add_argument("--body-timeout", default=30.0, help="for a request's body to arrive (default %(default)g)", **seconds)
+    access.add_argument("--write-timeout", default=60.0, help="for a client to take some of what is sent to it (default %(default)g)", **seconds)
+    access.add_argument("--idle-timeout", default=75.0, help="for a connection to stay open after an answer (default %(default)g)", **seconds)
+    access.add_argument("--shutdown-grace", default=30.0, help="for streams to finish when the server stops (default %(default)g)", **seconds)
     access.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
     parser.set_defaults(run=run)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..model import Model
     from ..pool import PrefixPool
     from ..pool_report import PrefixEntry
+    from .steps import PrefixBuild
 
 Key = tuple[str | None, int, bytes]  # namespace, loops, tokens
 
@@ -85,6 +86,13 @@ class AutoPrefixes:
         self._n_own[tenant] = self._n_own.get(tenant, 0) + kept.n_own
         while self.n_tokens > self.max_tokens:
             self._drop(self._victim(key))
+
+    def built(self, tenant: str, loops: int | None, build: PrefixBuild) -> None:
+        """Count one that was built, unless it was there: then it is counted already, or somebody registered it on purpose."""
+        if build.inserted:
+            self.add(tenant, build.namespace, loops, build.tokens, build.n_matched)
+        else:
+            self.touch(build.namespace, loops, build.tokens)
 
     def restore(self, entries: Iterable[PrefixEntry]) -> None:
         """Take back those that were automatic when the pool was saved, in the order of their use."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .admission import Admission
 from .auto_prefix import AutoPrefixes
-from .errors import ServeError, bad_request, deadline_exceeded, engine_down, shutting_down
+from .errors import ServeError, bad_request, engine_down, shutting_down
 from .jobs import Job, PrefixTask, TurnResult
 from .prefix_tasks import PrefixTasks
 from .requests import GenerationRequest, Stream, check_request
@@ -189,18 +189,10 @@ class Engine:
             raise bad_request("This server has no prefix pool.")
         check_request(GenerationRequest(tokens, 0, loops), self.model, 1)
         self._check_queue(self._prefixes.n_waiting)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = PrefixTask(tenant, namespace, loops, tokens, pin, done=done)
+        task = PrefixTask(tenant, namespace, loops, tokens, pin, done=asyncio.get_running_loop().create_future())
         self._prefixes.add(task)
         self._call()
-        try:
-            await asyncio.wait_for(done, self.deadline)
-        except asyncio.TimeoutError:
-            self._prefixes.cancel(task)
-            raise deadline_exceeded(self.deadline or 0) from None
-        except asyncio.CancelledError:
-            self._prefixes.cancel(task)
-            raise
+        await self._prefixes.end_of(task, self.deadline)
         assert task.build is not None
         return task.build.n_matched
 

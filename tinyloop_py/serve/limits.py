@@ -69,7 +69,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with 431, 413 or 408, or let the app run on what was read."""
-        if scope["type"] == "http" and len(scope["raw_path"]) + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+        if scope["type"] == "http" and _head_nbytes(scope) > MAX_HEAD_BYTES:
             text = f"The request's head is larger than {MAX_HEAD_BYTES} bytes."
             await self._refuse(ServeError(431, text, code="head_too_large"), scope, receive, send)
             return
@@ -115,6 +115,10 @@ class BodyLimit:
         response = error_response(error)
         response.headers["connection"] = "close"  # a client that sends too much, or too slowly, is done
         await response(scope, receive, send)
+
+
+def _head_nbytes(scope: Scope) -> int:
+    return len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 class OwnHost:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
-from .errors import ServeError
+from .errors import ServeError, deadline_exceeded
 from .fair_queue import FairQueue
 from .jobs import PrefixTask
 
@@ -55,6 +56,18 @@ class PrefixTasks:
             self._building.add(task)
             begun.append(task)
         return begun
+
+    async def end_of(self, task: PrefixTask, deadline: float | None) -> None:
+        """Until it is in the pool; ServeError where it cannot be, or is not within so many seconds."""
+        assert task.done is not None
+        try:
+            await asyncio.wait_for(task.done, deadline)
+        except asyncio.TimeoutError:
+            self.cancel(task)
+            raise deadline_exceeded(deadline or 0) from None
+        except asyncio.CancelledError:
+            self.cancel(task)
+            raise
 
     def cancel(self, task: PrefixTask) -> None:
         """Nobody waits for it any more: the next turn drops it, and one that has not begun never does."""

@@ -94,6 +94,7 @@ class Stream:
         self._cancel = cancel
         self._events: asyncio.Queue[Piece | ServeError | None] = asyncio.Queue()
         self._ended = False
+        self._cancelled = False
 
     @property
     def ended(self) -> bool:
@@ -103,7 +104,8 @@ class Stream:
     def cancel(self) -> None:
         """End the work, and the iteration. Idempotent; after the end it does nothing."""
         if not self._ended:
-            self._events.put_nowait(None)
+            self._cancelled = True
+            self._events.put_nowait(None)  # for a reader that waits
             self._cancel()
 
     def feed(self, event: Piece | ServeError) -> None:
@@ -116,7 +118,7 @@ class Stream:
     async def __anext__(self) -> Piece:
         if self._ended:
             raise StopAsyncIteration
-        event = await self._events.get()
+        event = None if self._cancelled else await self._events.get()  # what was drawn and not read is nobody's
         if event is None:
             self._ended = True
             raise StopAsyncIteration

@@ -183,8 +183,8 @@ class Runner:
 
     def _end_build(self, job: Job, result: TurnResult) -> None:
         build = job.builds.popleft()
-        if build.target is self.pool:
-            self._keep(job.request.tenant, job.request.loops, build)
+        if build.target is self.pool and self.auto is not None:
+            self.auto.built(job.request.tenant, job.request.loops, build)
         if job.prompt_pool is not None and build.target is not job.prompt_pool:
             try:
                 job.builds.append(self._build(job.request, len(job.request.tokens), job.prompt_pool))
@@ -200,19 +200,10 @@ class Runner:
             task.error = as_serve_error(error)
         elif self.auto is not None and task.build is not None:
             if task.automatic:
-                self._keep(task.tenant, task.loops, task.build)
+                self.auto.built(task.tenant, task.loops, task.build)
             else:
                 self.auto.forget(task.namespace, task.loops, task.build.tokens)
         result.prefixes.append(task)
-
-    def _keep(self, tenant: str, loops: int | None, build: PrefixBuild) -> None:
-        """Count an automatic prefix, unless it was there: then it is counted already, or somebody registered it on purpose."""
-        if self.auto is None:
-            return
-        if build.inserted:
-            self.auto.add(tenant, build.namespace, loops, build.tokens, build.n_matched)
-        else:
-            self.auto.touch(build.namespace, loops, build.tokens)
 
     def _open(self, job: Job, result: TurnResult) -> None:
         """Opens a job's outputs: from now on they take part in the steps."""
