@@ -33,7 +33,7 @@ class Lowering {
     start_program();
     if (b_.sections & TL_RUN_PRELUDE)
       section(0, TL_STAGE_PRELUDE);
-    else if (b_.sections != TL_RUN_HEAD && !(b_.sections & TL_RUN_REBUILD))
+    else if (b_.n_rows && b_.x_in)
       add_op(kRowLoad, b_.x_in, d_.dim);
     if (b_.sections & TL_RUN_CORE)
       for (int loop = b_.loop_begin; loop < b_.loop_end; loop++) {

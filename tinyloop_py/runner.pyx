@@ -85,7 +85,7 @@ cdef class Runner:
         raise TypeError("a Runner whose steps do not run ahead")
 
     cdef bint go_on(self, list steppers) except -1:
-        """Launches further steps, where they may begin none without others or with fewer rows; else False, and nothing has changed.
+        """Launches further steps, where those who began together all go on, or nearly; else False, and nothing has changed.
 
         What is ahead is to be taken then, and all begin anew. Errors as of `begin`, but that nothing has stopped. The engine's lock is held.
         """
