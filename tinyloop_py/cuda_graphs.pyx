@@ -57,7 +57,9 @@ cdef class StepGraphs:
     cdef bint pad(self, tl_batch *batch) noexcept:
         """Has a batch of host arrays that is such a step run as many rows as its graph has; False where it is none."""
         cdef int i, n = batch.n_rows, rows
-        if batch.sections != TL_RUN_ALL or batch.n_out != n or batch.loop_begin or batch.operand_table != NULL:
+        if not 1 <= n <= self._plan.desc.max_out or batch.n_out != n:
+            return False
+        if batch.sections != TL_RUN_ALL or batch.loop_begin or batch.operand_table != NULL:
             return False
         if batch.final_x != NULL or batch.boundary_x != NULL or batch.x_in != NULL or batch.x_out != NULL or batch.e_out != NULL:
             return False
