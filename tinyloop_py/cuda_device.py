@@ -6,6 +6,7 @@ Every method raises what a failing call stands for: OutOfMemoryError with what w
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from .errors import OutOfMemoryError
@@ -94,8 +95,8 @@ class CudaDevice:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process opened the device; a forked child may free nothing of it."""
-        return os.getpid() == self._pid
+        """Whether this process may give back what it holds: not a forked child, nor an interpreter that goes down, modules first."""
+        return os.getpid() == self._pid and not sys.is_finalizing()
 
     def free_nbytes(self) -> int | None:
         """Bytes of device memory that are free, or None where the driver does not say."""
