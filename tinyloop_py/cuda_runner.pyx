@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from .abi cimport TL_F32, TL_PAGE_POSITIONS, TL_RUN_CORE, TL_STAGE_CORE, tl_batch, tl_matrix, tl_sampling, tl_status
+from .abi cimport TL_F32, TL_PAGE_POSITIONS, TL_RUN_CORE, TL_STAGE_CORE, tl_batch, tl_matrix, tl_sampling
 from .cuda_context cimport CudaContext
 from .cuda_graphs cimport StepGraphs, rows_for
 from .cuda_lane cimport MAX_STOP, Lane
