@@ -4,6 +4,7 @@ That a batch equals one at a time is test_batch.py's. Counters of allocations an
 """
 
 import asyncio
+import itertools
 import sys
 
 import emulated_cuda
@@ -203,6 +204,57 @@ def test_a_failed_launch_fails_the_step_and_leaves_all_as_they_were(emulated, mo
     assert [g.n_tokens for g in batch] == before and all(g.finish_reason is None for g in batch)
     monkeypatch.undo()
     assert finish(batch) == want
+
+
+def cut_off(monkeypatch, nth):
+    """Has the nth launch from now on be interrupted when it was made."""
+    runtime, n_launches = sys.modules["cuda.bindings.runtime"], itertools.count(1)
+    launch = runtime.cudaGraphLaunch
+
+    def launch_and_stop(graph, stream):
+        launch(graph, stream)
+        if next(n_launches) == nth:
+            raise KeyboardInterrupt
+        return (emulated_cuda.Status.success,)
+
+    monkeypatch.setattr(runtime, "cudaGraphLaunch", launch_and_stop)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_what_an_interrupted_launch_draws_is_nobodys(emulated, model, monkeypatch, nth):
+    asked = prompts(2)
+    want = model.generate(asked[1], 20, 1, **DRAWN)
+    cut_off(monkeypatch, nth)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(asked[0], 20, 1, **DRAWN)
+    monkeypatch.undo()
+
+    runtime, later = sys.modules["cuda.bindings.runtime"], []
+    launch = runtime.cudaGraphLaunch
+
+    def run_later(graph, stream):
+        later.append((graph, stream))
+        return (emulated_cuda.Status.success,)
+
+    def run_all(*_):
+        while later:
+            launch(*later.pop(0))
+        return (emulated_cuda.Status.success,)
+
+    monkeypatch.setattr(runtime, "cudaGraphLaunch", run_later)  # as on a device: not before the host asks for a token
+    for name in ("cudaStreamQuery", "cudaStreamSynchronize", "cudaEventSynchronize"):
+        monkeypatch.setattr(runtime, name, run_all)
+    assert model.generate(asked[1], 20, 1, **DRAWN) == want
+
+
+def test_what_is_ahead_of_a_closed_model_is_not_drawn(model):
+    batch, [single] = started(model, prompts(3), 20), started(model, prompts(1), 20)
+    step_generations(batch)
+    next(single)
+    model.close()
+    for draw in (lambda: step_generations(batch), lambda: next(single)):
+        with pytest.raises(RuntimeError, match="is closed"):
+            draw()
 
 
 def test_an_output_among_others_that_is_kept_is_the_prefix_of_its_tokens(model):

@@ -105,8 +105,8 @@ cdef class StepGraphs:
         """A graph of the batch, or None where there is no memory for it."""
         cdef uintptr_t stream
         try:
-            stream = self.device.begin_graph()
             try:
+                stream = self.device.begin_graph()
                 self.enqueue(batch, <void *>stream)
             except BaseException:
                 self.device.abandon_graph()

@@ -212,8 +212,9 @@ cdef class Lane:
         return 0
 
     def _record(self, int n_steps):
-        cdef uintptr_t stream = self.device.begin_graph()
+        cdef uintptr_t stream
         try:
+            stream = self.device.begin_graph()
             for _ in range(n_steps):
                 self.enqueue(<void *>stream)
         except BaseException:

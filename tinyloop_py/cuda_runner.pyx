@@ -251,16 +251,17 @@ cdef class CudaRunner(Runner):
     cdef int begin(self, list steppers) except -1:
         cdef CudaStepper s = steppers[0]
         cdef Lane lane = self.lane(s.seq.loops, s.seq.window, rows_for(self.plan, len(steppers)))
-        cdef int row
+        cdef int row, n_boarded = 0
         try:
             lane.clear()
             for row in range(len(steppers)):
                 s = steppers[row]
                 s.board(lane, row)
+                n_boarded += 1
             lane.send_rows()
             launch_ahead(lane, steppers)
         except BaseException:
-            if lane.n_used == 0:
+            if n_boarded == 0:  # else the last one to leave gives it back
                 self.take_back(lane)
             for s in steppers:
                 s.stop()

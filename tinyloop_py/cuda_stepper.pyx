@@ -102,11 +102,16 @@ cdef int launch_ahead(Lane lane, list steppers) except -1:
                 except Exception as error:
                     s.error = error
                     s.stop()
-        lane.stop_rows()
         if lane.n_used == 0:
             return 0
-        lane.launch(n)
-        lane.serial += n
+        lane.stop_rows()
+        lane.serial += n  # before: draws of a launch that an exception cut off may yet come, and are nobody's
+        try:
+            lane.launch(n)
+        except BaseException:  # whether it was launched or not: all begin anew from what was taken
+            for s in steppers:
+                s.stop()
+            raise
         for s in steppers:
             if s.lane is not None:
                 left = min(n, s._n_left - s._n_launched)

@@ -189,6 +189,7 @@ cdef class Generation:
 
     cdef bint run_ahead(self) except -1:
         """Draws the next token by steps that run ahead; False where there is no memory for their state."""
+        self.engine.check_open()
         if (self.stepper is None or self.stepper.low()) and not launch_ahead(self.engine, [self]) and self.stepper is None:
             return False
         error = self.stepper.error

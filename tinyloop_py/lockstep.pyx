@@ -124,6 +124,7 @@ cdef bint run_ahead(Engine engine, list generations) except -1:
     for g in generations:
         if not g.runs_ahead():
             return False
+    engine.check_open()
     for first in range(0, len(generations), engine.max_out):
         part = generations[first:first + engine.max_out]
         low = False

@@ -87,7 +87,8 @@ cdef class Runner:
     cdef bint go_on(self, list steppers) except -1:
         """Launches further steps, where those who began together all go on, or nearly; else False, and nothing has changed.
 
-        What is ahead is to be taken then, and all begin anew. Errors as of `begin`, but that nothing has stopped. The engine's lock is held.
+        What is ahead is to be taken then, and all begin anew. Raises as `begin` does; only a launch that failed has stopped them. The engine's
+        lock is held.
         """
         return False
 
