@@ -9,6 +9,7 @@ from serving import tiny_model
 
 import tinyloop_py as tl
 from tinyloop_py.serve import Engine, GenerationRequest, ServeError
+from tinyloop_py.serve.runner import Runner
 
 
 @pytest.fixture
@@ -284,3 +285,62 @@ def test_a_stuck_worker_fails_all_that_wait_and_serves_again_when_it_comes_back(
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert model.kv_nbytes == 0
+
+
+def test_an_engine_with_a_stuck_turn_may_be_closed_twice(model, held):
+    async def main():
+        engine = await Engine(model, stall_seconds=0.2).start()
+        stream = engine.submit(ask(5, 10))
+        with pytest.raises(ServeError, match="stuck"):
+            await stream.collect()
+        for _ in range(2):
+            await asyncio.wait_for(engine.close(), 30)
+        assert engine.failed
+        return engine._worker.thread
+
+    thread = asyncio.run(main())
+    held.open()
+    thread.join(30)  # or the model would be closed under it
+    assert not thread.is_alive()
+
+
+def test_a_registration_whose_end_a_failed_turn_lost_is_told(model, monkeypatch):
+    step, pool = Runner._step, tl.PrefixPool(4)
+
+    def fail_at_the_end(runner, result):
+        step(runner, result)
+        if result.prefixes:
+            raise RuntimeError("injected")
+
+    monkeypatch.setattr(Runner, "_step", fail_at_the_end)
+    monkeypatch.setattr("tinyloop_py.serve.runner.STRETCH_SECONDS", 0.0)  # it was begun by a call before
+
+    async def work(engine):
+        with pytest.raises(ServeError) as raised:
+            await asyncio.wait_for(engine.register("a", "a", prompt(200)), 30)
+        assert raised.value.status == 500
+        monkeypatch.undo()
+        assert await engine.register("a", "a", prompt(200)) == 200
+        assert len(engine._prefixes) == 0
+
+    run(model, work, pool, prefill_rows=16)
+
+
+def test_registrations_that_a_close_cut_off_hold_no_memory(model, held):
+    pool = tl.PrefixPool(4)
+
+    async def main():
+        engine = await Engine(model, pool, prefill_rows=16).start()
+        waiting = [asyncio.ensure_future(engine.register("a", "a", prompt(200, seed))) for seed in range(2)]
+        held.allow(3)
+        while not model.kv_nbytes:
+            await asyncio.sleep(0.01)
+        closing = asyncio.ensure_future(engine.close())
+        held.open()
+        await closing
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(error, ServeError) and error.status == 503 for error in errors)
+        assert model.kv_nbytes == 0
+        return errors  # whose tracebacks hold what they were raised in
+
+    assert asyncio.run(main())

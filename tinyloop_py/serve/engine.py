@@ -94,16 +94,21 @@ class Engine:
         self._draining = self._closing = True
         self._fail_all(shutting_down())
         self._call()
+        if self._failure == STUCK:  # closed before: nobody waits for its thread
+            return
         if self._loop_task is not None:
             await asyncio.wait((self._loop_task,), timeout=self.stall_seconds)
             if not self._loop_task.done():  # a turn that never ends: its thread is left behind
                 self._failure = STUCK
                 self._loop_task.cancel()
+                if self._worker is not None:
+                    self._worker.stop()  # should the turn end after all
                 return
         if self._worker is not None:
             with contextlib.suppress(WorkerDied):
                 await self._worker.call(self._runner.abort)
             self._worker.stop()
+        self._prefixes.fail_all(shutting_down())  # no worker has them, and they hold KV no more
 
     async def drain(self, grace: float) -> None:
         """Refuse new requests, and let the others go on for `grace` seconds at most; then they get an error."""
@@ -229,7 +234,7 @@ class Engine:
                 return
             except Exception as error:  # a fault of ours: those at work are told, and the next request is served
                 logger.exception("a turn failed")
-                await self._reset(error, tasks)
+                await self._reset(error)
                 continue
             self._settle(result)
             del result, admitted, tasks  # while nothing is to do, nothing is held
@@ -281,13 +286,13 @@ class Engine:
         self._requests.fail_all(error)
         self._prefixes.abandon(error)
 
-    async def _reset(self, error: Exception, tasks: list[PrefixTask]) -> None:
+    async def _reset(self, error: Exception) -> None:
         assert self._worker is not None
         failure = ServeError(500, "The engine failed; the server's log has the reason.", code="engine_error")
         for job in list(self._requests.running):
             job.stream.feed(failure)
             self._requests.forget(job)
-        self._prefixes.fail([*tasks, *self._runner.tasks()], failure)
+        self._prefixes.fail_begun(failure)
         with contextlib.suppress(WorkerDied):
             await self._worker.call(self._runner.abort)
 

@@ -94,15 +94,20 @@ class PrefixTasks:
             else:
                 task.done.set_exception(task.error)
 
-    def fail(self, tasks: Iterable[PrefixTask], error: ServeError) -> None:
-        """End some with an error."""
-        for task in {id(task): task for task in tasks}.values():
-            task.error = error
-            self.end(task)
+    def fail_begun(self, error: ServeError) -> None:
+        """End with an error those that a worker was given, whatever became of them there."""
+        waiting = {*self._automatic, *self._waiting}
+        self._fail((task for task in self._open if task not in waiting), error)
 
     def fail_all(self, error: ServeError) -> None:
         """End all of them with an error; no worker has them any more."""
-        self.fail(list(self._open), error)
+        self._automatic = []
+        self._fail(self._open, error)
+
+    def _fail(self, tasks: Iterable[PrefixTask], error: ServeError) -> None:
+        for task in list(tasks):
+            task.error = error
+            self.end(task)
 
     def abandon(self, error: ServeError) -> None:
         """Tell those who wait that it will not be; the worker drops what it has begun at its next turn."""

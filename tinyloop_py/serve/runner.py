@@ -84,10 +84,6 @@ class Runner:
     def _keeps_turns(self) -> bool:
         return self.auto is not None and self.pool is not None
 
-    def tasks(self) -> list[PrefixTask]:
-        """Prefix tasks under way."""
-        return [item for item in self._building if isinstance(item, PrefixTask)]
-
     # ---- taking in
 
     def _drop_cancelled(self, result: TurnResult) -> None:
