@@ -306,7 +306,7 @@ class Lowering {
     if (!b_.logits && !b_.sampling) return;
     if (!given) {
       if (program_.op[0].kind != kRowLoad) flush(current_);
-      program_.source_row = b_.out_row;
+      if (n_rows_ > 1) program_.source_row = b_.out_row;
     }
     Epilogue to_logits = {};
     to_logits.kind = kToLogits;

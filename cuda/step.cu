@@ -6,10 +6,9 @@
 // every bit, is what its kernel computes: the code is theirs (gemv_body.cuh, attend_split_body.cuh).
 //
 // The tasks lie in scratch memory, written when a step of their kind is first enqueued; core loops that differ by their stage
-// alone are kept once.
+// alone are kept once, and rows that differ by where their state lies share them. Where no more kinds fit, kernels run one by one.
 #include "step.cuh"
 
-#include <stddef.h>
 #include <string.h>
 
 #include <algorithm>
@@ -33,12 +32,12 @@ struct alignas(16) StepTask {
   };
 };
 static_assert(sizeof(StepTask) % 16 == 0, "tasks are copied in pieces of sixteen bytes");
-constexpr int kStageAt = (int)(offsetof(StepTask, attend) + offsetof(AttendArgs, place) + offsetof(PlaceArgs, rows) + offsetof(Rows, stage));
 
 struct StepArgs {
   const StepTask *tasks;
   const StreamTask *streams;
   StepOrder order;
+  Rows rows;        // whose step it is: not in the tasks, which rows share
   int32_t n_slots;                        // of a warp's ring
   int32_t streams_at, tasks_at, work_at;  // in shared memory, behind the ring
   unsigned long long *counter;
@@ -48,6 +47,15 @@ struct StepArgs {
 TL_DEVICE void request_task(StepTask *to, const StepTask *from) {
   for (int i = threadIdx.x * 16; i < (int)sizeof(StepTask); i += kThreads * 16) copy16_async((uint8_t *)to + i, (const uint8_t *)from + i);
   commit_copies();
+}
+
+// Puts into an attention whose rows it is for, and which loop's. By one thread, between two barriers.
+TL_DEVICE void address(StepTask &t, const Rows &rows, int round) {
+  Rows &r = t.attend.place.rows;
+  r.pos = rows.pos;
+  r.seq = rows.seq;
+  r.page_table = rows.page_table;
+  r.stage += round;
 }
 
 template <class W, class Wait>
@@ -73,6 +81,8 @@ __global__ void __launch_bounds__(kThreads, 1) run_step(const StepArgs a) {
     copy16_async((uint8_t *)streams + i, (const uint8_t *)a.streams + i);
   request_task(held, a.tasks);
   wait_copies<0>();
+  __syncthreads();
+  if (threadIdx.x == 0 && !streams[0].data) address(held[0], a.rows, 0);
   __syncthreads();
   StepStream stream(streams, a.order, a.n_slots, blockIdx.x, __shfl_sync(0xffffffffu, warp_id(), 0), shared_of(shared));
   wait_for_previous_kernel();
@@ -109,8 +119,10 @@ __global__ void __launch_bounds__(kThreads, 1) run_step(const StepArgs a) {
     }
     if (!waited) wait();
     wait_copies<0>();
-    if ((int)threadIdx.x == kStageAt / 16 && next < a.order.n_tasks && !streams[next].data)  // the thread that copied it
-      held[(n + 1) % 2].attend.place.rows.stage += next_round;
+    if (next < a.order.n_tasks && !streams[next].data) {
+      __syncthreads();
+      if (threadIdx.x == 0) address(held[(n + 1) % 2], a.rows, next_round);
+    }
     __syncthreads();
     if (threadIdx.x == 0) grid_arrive(a.counter);
     target += gridDim.x;
@@ -136,9 +148,13 @@ StepTask task_of(const StepPart &part, int n_ctas) {
     t.attend = part.attend;
     t.attend.rows_of_tile = 1;
     t.attend.queries_of_tile = kTileQueries;
+    Rows &rows = t.attend.place.rows;  // put in where it runs: rows share tasks
+    rows.pos = rows.seq = nullptr;
+    rows.page_table = nullptr;
   } else {
     t.weight_dtype = part.gemv.weight.dtype;
     t.gemv = plan_gemv(part.gemv, n_ctas);
+    t.gemv.args.program.token = t.gemv.args.program.pos = nullptr;  // of programs that do not run at the head of a product
   }
   return t;
 }
@@ -268,6 +284,8 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.tasks = (const StepTask *)at;
   a.streams = (const StreamTask *)(at + program.tasks.size() * sizeof(StepTask));
   a.order = program.order;
+  for (const StepPart &part : parts)
+    if (part.attends) a.rows = part.attend.place.rows;
   a.n_slots = n_slots;
   a.streams_at = round_up(kWarps * n_slots * (kSlotBytes + 8), 128);
   a.tasks_at = round_up(a.streams_at + streams_nbytes, 16);

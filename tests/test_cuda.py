@@ -140,6 +140,22 @@ def test_h_mode_rebuilds_the_bits_of_fp16(name, dtype, group_size):
             assert same_kv(want, kv_of(model, tokens, loops=1, splits=splits)), f"split at {splits}"
 
 
+def test_rows_share_the_tasks_of_a_step_as_one_kernel(emulated, tmp_path, monkeypatch):
+    """Tasks are kept for a kind of step, not for each of the rows that take turns at it: memory for them does not run out."""
+    monkeypatch.setenv("TINYLOOP_CUDA_STEP", "1")
+    config = small(dim=32, ffn_dim=48, n_heads=2, n_kv_heads=1, head_dim=16, n_core=24, default_loops=2, trained_loops=2)
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    with tl.Model(tmp_path / "m.tinyloop", 64, device="cuda") as model:
+        prompt = random_tokens(config, 5)
+        want, running, n_kernels = model.generate(prompt, 2, temperature=0.0, stop_tokens=()), [], []
+        for _ in range(7):
+            before = emulated.kernels.emulator_n_kernels()
+            running.append(model._start(prompt, 8, temperature=0.0, stop_tokens=()))
+            assert [next(running[-1]), next(running[-1])] == want[5:]
+            n_kernels.append(emulated.kernels.emulator_n_kernels() - before)
+        assert len(set(n_kernels[1:])) == 1  # the first one takes the lane that was there
+
+
 def test_generations_that_take_turns_keep_their_own_rows():
     with open_model("cuda", "shipped", "bf16") as model:
         prompts = [random_tokens(CONFIGS["shipped"], n, seed=n) for n in (5, 31, 64)]
