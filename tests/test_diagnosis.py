@@ -13,11 +13,14 @@ from tinyloop_py import diagnosis
 from tinyloop_py.native import library_path, require_library
 
 
+COMMAND = [sys.executable, "-m", "tinyloop_py"]
+PLACE = {"env": {**os.environ, "PYTHONPATH": str(Path(diagnosis.__file__).parent.parent)}, "cwd": tempfile.gettempdir(), "timeout": 120}
+
+
 def run(*arguments, **variables):
     """Standard output of the diagnosis in a process of its own, which must succeed and say nothing on stderr."""
-    env = {**os.environ, "PYTHONPATH": str(Path(diagnosis.__file__).parent.parent), **{k: str(v) for k, v in variables.items()}}
-    command = [sys.executable, "-m", "tinyloop_py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tempfile.gettempdir(), timeout=120, check=False)
+    place = {**PLACE, "env": {**PLACE["env"], **{k: str(v) for k, v in variables.items()}}}
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, **place)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -88,3 +91,13 @@ def test_devices_are_listed_one_by_one():
         "cuda python", "  runtime: 12080", "  devices 0", "    name: A", "    sm: 90", "  devices 1", "    name: B", "    sm: 80",
         "none: none", "list: none",
     ]  # fmt: skip
+
+
+def test_a_reader_that_leaves_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([*COMMAND, "--json"], stdout=write, stderr=subprocess.PIPE, text=True, check=False, **PLACE)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 
 from .diagnosis import as_text, diagnose
 
@@ -10,8 +12,12 @@ def main() -> None:
     """Print the diagnosis."""
     parser = argparse.ArgumentParser(prog="python -m tinyloop_py", description="Print what a bug report about tinyloop should start with.")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    as_json = parser.parse_args().json
     report = diagnose()
-    print(json.dumps(report, indent=1) if parser.parse_args().json else as_text(report))
+    try:
+        print(json.dumps(report, indent=1) if as_json else as_text(report), flush=True)
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
