@@ -12,7 +12,6 @@ import pytest
 from tinyloop_py import diagnosis
 from tinyloop_py.native import library_path, require_library
 
-
 COMMAND = [sys.executable, "-m", "tinyloop_py"]
 PLACE = {"env": {**os.environ, "PYTHONPATH": str(Path(diagnosis.__file__).parent.parent)}, "cwd": tempfile.gettempdir(), "timeout": 120}
 
