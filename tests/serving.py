@@ -97,6 +97,19 @@ def is_error(answer: Answered, status: int, param: str | None = None, code: str 
     )  # fmt: skip
 
 
+def slow_steps(monkeypatch: Any, seconds: float = 0.02) -> None:
+    """Steps at a pace that leaves time to leave: an answer does not end by itself meanwhile."""
+    from tinyloop_py.serve import runner
+
+    step = runner.step_generations
+
+    def slowly(generations: Any, rows: int) -> Any:
+        time.sleep(seconds)
+        return step(generations, rows)
+
+    monkeypatch.setattr(runner, "step_generations", slowly)
+
+
 def wait_until(condition: Any, what: str, seconds: float = 120.0) -> None:
     """Wait for what comes soon; the limit only keeps a failing test from hanging."""
     end = time.monotonic() + seconds

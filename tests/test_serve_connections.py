@@ -10,7 +10,7 @@ import pytest
 for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
-from serving import JSON, NAME, ask, byte_tokenizer, server_here, server_process, wait_until
+from serving import JSON, NAME, ask, byte_tokenizer, server_here, server_process, slow_steps, wait_until
 
 from tinyloop_py.serve import beside, service
 from tinyloop_py.serve.write_watch import WatchedTransport
@@ -150,14 +150,16 @@ def test_a_connection_that_is_over_is_not_watched():
 # ---- ahead, and older
 
 
-def test_a_client_that_sends_ahead_and_leaves_ends_its_work():
+def test_a_client_that_sends_ahead_and_leaves_ends_its_work(monkeypatch):
+    slow_steps(monkeypatch)
     with server_here(max_seq_len=16384) as (url, service):
-        for fields in ({"stream": True}, {}):
+        for n, fields in enumerate(({"stream": True}, {}), 1):
             with connect(url) as connection:
                 connection.sendall(post(TEXT, {**ENDLESS, "prompt": "a", **fields}) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 wait_until(lambda: service.engine.n_running == 1, "it runs")
                 connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            wait_until(lambda: service.engine.n_running == 0, "it was cancelled")
+            wait_until(lambda n=n: f"tinyloop_cancelled_requests_total {n}.0".encode() in ask(url, "/metrics").body, "it was cancelled")
+            wait_until(lambda: service.engine.n_running == 0, "its work has ended")
 
 
 def test_requests_sent_ahead_are_answered_in_order():

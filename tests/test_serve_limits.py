@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import http.client
 import json
+import re
 import signal
 import socket
 
@@ -12,7 +13,7 @@ import pytest
 for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
-from serving import JSON, NAME, ask, chat, is_error, scratch, server_here, server_process, tiny_model, wait_until
+from serving import JSON, NAME, ask, chat, is_error, scratch, server_here, server_process, slow_steps, tiny_model, wait_until
 
 from tinyloop_py.cli import main
 
@@ -99,7 +100,10 @@ def test_what_is_no_http_gets_an_error_and_the_connection_ends(url):
     assert answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400")) and b'"error"' in answer
 
 
-def test_a_client_that_leaves_ends_the_work(url):
+def test_a_client_that_leaves_ends_the_work(url, monkeypatch):
+    slow_steps(monkeypatch)
+    n_cancelled = lambda: float(re.search(rb"\ntinyloop_cancelled_requests_total (\S+)", ask(url, "/metrics").body)[1])  # noqa: E731
+    before = n_cancelled()
     body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 480, "ignore_eos": True, "stream": True, "loops": 4}).encode()
     whole = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 480, "ignore_eos": True, "loops": 4}).encode()
     for path, data in ((CHAT, body), (TEXT, whole)):
@@ -108,6 +112,7 @@ def test_a_client_that_leaves_ends_the_work(url):
             if reads and path == CHAT:
                 assert connection.recv(10)
             connection.close()
+    wait_until(lambda: n_cancelled() == before + 4, "all were cancelled")
     wait_until(lambda: b"tinyloop_requests_running 0.0" in ask(url, "/metrics").body, "nothing runs")
     assert b"tinyloop_requests_waiting 0.0" in ask(url, "/metrics").body
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import time
 
 import pytest
 
@@ -11,9 +10,8 @@ playwright = pytest.importorskip("playwright.sync_api")
 for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
-from serving import SYSTEM, ask, scratch, server_here
+from serving import SYSTEM, ask, scratch, server_here, slow_steps
 
-from tinyloop_py.serve import runner
 from tinyloop_py.serve.tenants import add_key
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
@@ -109,13 +107,7 @@ def test_a_refresh_of_the_table_keeps_a_press_and_the_focus(page, url):
 
 def never_ending(page, monkeypatch):
     """Answers that stop by nobody's will but the reader's, at a pace that leaves time for it."""
-    step = runner.step_generations
-
-    def slowly(generations, rows):
-        time.sleep(0.02)
-        return step(generations, rows)
-
-    monkeypatch.setattr(runner, "step_generations", slowly)
+    slow_steps(monkeypatch)
     page.route("**/v1/chat/completions", lambda route: route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True}))
 
 
