@@ -156,8 +156,8 @@ tl_status tl_plan_page_nbytes(const tl_plan_desc *desc, int32_t part, uint64_t *
 tl_status tl_plan_row_nbytes(const tl_plan_desc *desc, uint64_t *key_nbytes, uint64_t *value_nbytes) {
   TL_REQUIRE(desc && key_nbytes && value_nbytes, "a pointer is NULL");
   TL_CHECK(tl::check_sizes(*desc));
-  *key_nbytes = tl::k_row_nbytes(desc->kv_dtype, desc->head_dim);
-  *value_nbytes = tl::v_row_nbytes(desc->kv_dtype, desc->head_dim);
+  *key_nbytes = key_row_nbytes(desc->kv_dtype, desc->head_dim);
+  *value_nbytes = value_row_nbytes(desc->kv_dtype, desc->head_dim);
   return TL_OK;
 }
 

@@ -62,7 +62,7 @@ struct RowMover {
 
 void convert_page(const tl_plan &plan, int part, int page, void *keys, void *values, bool to_page) {
   const tl_plan_desc &d = plan.desc;
-  const uint64_t k_row = k_row_nbytes(d.kv_dtype, d.head_dim), v_row = v_row_nbytes(d.kv_dtype, d.head_dim);
+  const uint64_t k_row = key_row_nbytes(d.kv_dtype, d.head_dim), v_row = value_row_nbytes(d.kv_dtype, d.head_dim);
   uint8_t *block = (uint8_t *)d.kv_base[part] + page * plan.page_nbytes[part], *k = (uint8_t *)keys, *v = (uint8_t *)values;
   for (int i = 0; i < d.n_layers[part] * d.n_kv_heads; i++, block += plan.kv.nbytes)
     for (int slot = 0; slot < TL_PAGE_POSITIONS; slot++, k += k_row, v += v_row) {

@@ -7,16 +7,11 @@
 // No two tokens share a byte, since different threads may write them.
 #pragma once
 
-#include "tinyloop.h"
+#include "kv_rows.h"
 
 namespace tl {
 
 constexpr int kMaxKvGroups = 256 / TL_KV_GROUP;  // head_dim is at most 256
-
-inline bool is_quantised(int kv_dtype) { return kv_dtype == TL_INT8 || kv_dtype == TL_INT4; }
-
-// Quantised types turn q, K and V, and the attention output back, in blocks of this many dimensions; 1 is no turn.
-inline int rotation_block(int kv_dtype, int head_dim) { return is_quantised(kv_dtype) ? head_dim & -head_dim : 1; }
 
 struct KvLayout {
   int pad;       // head_dim in whole vectors
@@ -38,14 +33,6 @@ inline KvLayout kv_layout(int kv_dtype, int head_dim) {
   a.v_zero = a.v_scale + scales * n_groups;
   a.nbytes = (a.v_zero + (is_int4 ? scales * n_groups : 0) + 63) / 64 * 64;
   return a;
-}
-
-// Bytes of one token of one layer and KV head outside of a page (tinyloop.h says what they are).
-inline uint64_t k_row_nbytes(int kv_dtype, int head_dim) {
-  return is_quantised(kv_dtype) ? head_dim + 2 : (uint64_t)head_dim * (kv_dtype == TL_F32 ? 4 : 2);
-}
-inline uint64_t v_row_nbytes(int kv_dtype, int head_dim) {
-  return kv_dtype == TL_INT4 ? head_dim / 2 + 4 * ((head_dim + TL_KV_GROUP - 1) / TL_KV_GROUP) : k_row_nbytes(kv_dtype, head_dim);
 }
 
 }  // namespace tl

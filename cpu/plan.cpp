@@ -109,7 +109,7 @@ tl_plan::tl_plan(tl_context &c, const tl_plan_desc &d) : context(c), k(c.kernels
   q_dim = d.n_heads * d.head_dim;
   group = d.n_heads / d.n_kv_heads;
   kv = tl::kv_layout(d.kv_dtype, d.head_dim);
-  rotation = tl::rotation_block(d.kv_dtype, d.head_dim);
+  rotation = rotation_block(d.kv_dtype, d.head_dim);
   for (int part = 0; part < 3; part++) page_nbytes[part] = tl::page_nbytes(d, part);
   uint64_t weight_nbytes = 0;
   for (const tl_phase &p : phases)

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device.cuh"
+#include "kv_rows.h"
 #include "tinyloop.h"
 
 namespace tl {
@@ -115,7 +116,6 @@ struct KvLayer {
   int k_nbytes, v_nbytes;  // of a page's keys and values of one KV head
 };
 
-TL_BOTH bool is_quantised(int kv_dtype) { return kv_dtype == TL_INT8 || kv_dtype == TL_INT4; }
 TL_BOTH int kv_element_nbytes(int dtype) { return dtype == TL_F32 ? 4 : 2; }
 TL_BOTH uint8_t *k_of(const KvLayer &kv, int page, int kv_head) {
   return kv.base + (uint64_t)page * kv.page_nbytes + kv.layer_offset + (uint64_t)(kv.k_nbytes + kv.v_nbytes) * kv_head;
@@ -179,19 +179,9 @@ inline uint64_t operand_page_nbytes(const tl_phase *phases, int n_phases, int pa
   return (operand_nbytes(phases, n_phases, part) + 63) / 64 * 64;
 }
 
-// ---- keys and values outside of a page (tinyloop.h): bytes of a token's of one KV head
-
-TL_BOTH int key_row_nbytes(int dtype, int head_dim) { return is_quantised(dtype) ? head_dim + 2 : head_dim * kv_element_nbytes(dtype); }
-TL_BOTH int value_row_nbytes(int dtype, int head_dim) {
-  return dtype == TL_INT4 ? head_dim / 2 + 4 * n_value_groups(dtype, head_dim) : key_row_nbytes(dtype, head_dim);
-}
-
 // ---- q as attention reads it: a head of one row. Where K and V are codes, the high and the low bytes of its 16-bit operands (code_pad
 // each), then their float scale.
 
 TL_BOTH int query_nbytes(int dtype, int head_pad) { return is_quantised(dtype) ? 2 * code_pad(head_pad) + 16 : head_pad * kv_element_nbytes(dtype); }
-
-// Quantised types turn q, K and V, and the attention output back, in blocks of this many dims.
-inline int turn_block(int dtype, int head_dim) { return is_quantised(dtype) ? head_dim & -head_dim : 1; }
 
 }  // namespace tl

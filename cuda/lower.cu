@@ -217,7 +217,7 @@ class Lowering {
     place_.cos = d_.rope_cos;
     place_.sin = d_.rope_sin;
     place_.q = p_.memory + p_.scratch.q;
-    place_.turn = turn_block(d_.kv_dtype, d_.head_dim);
+    place_.turn = rotation_block(d_.kv_dtype, d_.head_dim);
     place_.turn_scale = 1.0f / __builtin_sqrtf((float)place_.turn);
     if (b_.sections & TL_RUN_REBUILD) return rebuild(f);
     place_.n_clamped = (unsigned long long *)(p_.memory + p_.scratch.n_clamped);

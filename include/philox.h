@@ -5,11 +5,7 @@
 
 #include <stdint.h>
 
-#if defined(__CUDACC__)
-#define TL_SHARED static __host__ __device__ __forceinline__
-#else
-#define TL_SHARED static inline __attribute__((always_inline))
-#endif
+#include "tl_shared.h"
 
 enum { kPhiloxState = 0x746c6e69, kPhiloxGumbel = 0x746c676d }; /* counter word 2: what the noise is for */
 

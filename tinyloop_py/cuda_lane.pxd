@@ -6,6 +6,11 @@ from .plan cimport Plan
 from .sampling cimport Sampling
 from .sequence cimport Sequence
 
+
+cdef inline int64_t padded(int64_t nbytes) noexcept:
+    return (nbytes + 255) // 256 * 256
+
+
 cdef enum:
     MAX_STOP = 256           # ids of stop tokens of a row
 

@@ -37,10 +37,6 @@ cdef extern from *:
     int tl_spin(const void *place, unsigned int serial, int n) noexcept nogil
 
 
-cdef inline int64_t padded(int64_t nbytes) noexcept:
-    return (nbytes + 255) // 256 * 256
-
-
 cdef class Lane:
     """Rows of a depth and window.
 

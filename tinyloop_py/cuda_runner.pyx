@@ -6,7 +6,7 @@ from libc.string cimport memcpy
 from .abi cimport TL_F32, TL_PAGE_POSITIONS, TL_RUN_CORE, TL_STAGE_CORE, tl_batch, tl_matrix, tl_sampling
 from .cuda_context cimport CudaContext
 from .cuda_graphs cimport StepGraphs, rows_for
-from .cuda_lane cimport MAX_STOP, Lane
+from .cuda_lane cimport MAX_STOP, Lane, padded
 from .cuda_stepper cimport CudaStepper, fills, launch_ahead
 from .library cimport Library
 from .plan cimport Plan
@@ -17,10 +17,6 @@ from .sequence cimport Sequence
 from .cuda_memory import DeviceBuffer, PinnedBuffer
 
 cdef int MAX_IDLE_LANES = 16
-
-
-cdef inline int64_t padded(int64_t nbytes) noexcept:
-    return (nbytes + 255) // 256 * 256
 
 
 cdef class CudaRunner(Runner):
