@@ -47,6 +47,7 @@ class RandomFile:
     """A model file of random weights that is never written: stands for what `open_model_file` gives."""
 
     stop_ids: tuple[int, ...] = ()
+    file_id: tuple[int, ...] = ()
     chat_template = tokenizer_json = None
 
     def __init__(self, config: tl.ModelConfig, dtype: str) -> None:
@@ -59,6 +60,7 @@ class RandomFile:
             "bf16": (values.view(np.uint32) >> 16).astype(np.uint16),
             "int8": self.rng.integers(-127, 128, 1 << 22).astype(np.int8),
         }
+        self.made: dict[tuple[int, ...], WeightTensor] = {}
 
     def __enter__(self) -> RandomFile:
         return self
@@ -67,8 +69,24 @@ class RandomFile:
         pass
 
     def tensor(self, name: str) -> WeightTensor:
-        """Random values around 1 for a vector, of standard deviation 1 / sqrt(columns) for a matrix."""
+        """A weight; those of one shape have the same values."""
         shape = self.shapes[name]
+        if shape not in self.made:
+            self.made[shape] = self._random(name, shape)
+        return self.made[shape]
+
+    def read(self, name: str, memory: Any = None) -> WeightTensor:
+        """What `tensor` gives."""
+        return self.tensor(name)
+
+    def weights_id(self) -> None:
+        """No file of a pool is written."""
+
+    def check_unchanged(self) -> None:
+        """There is no file to change."""
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> WeightTensor:
+        """Random values around 1 for a vector, of standard deviation 1 / sqrt(columns) for a matrix."""
         if len(shape) == 1:
             return WeightTensor(name, "f32", shape, 1 + 0.1 * self.rng.standard_normal(shape[0]).astype(np.float32))
         n, n_in = shape[0] * shape[1], shape[1]
