@@ -32,9 +32,9 @@ struct Keys {
 TL_BOTH Keys keys_of(int pos, int window) { return {window && pos >= window ? pos - window + 1 : 0, pos + 1}; }
 
 // Scores of the warp's queries against the 16 keys of each of some pages: s[..][0] a page's first eight, s[..][1] the others.
-// q_tile and k_pages are this lane's addresses in the first block; pages lie page_bytes apart.
+// q_tile and k_pages are this lane's addresses in the first block.
 template <class Kv, int kPages>
-TL_DEVICE void score_pages(float (&s)[kPages][2][4], shared_t q_tile, shared_t k_pages, int page_bytes, int n_blocks) {
+TL_DEVICE void score_pages(float (&s)[kPages][2][4], shared_t q_tile, const shared_t (&k_pages)[kPages], int n_blocks) {
 #pragma unroll
   for (int i = 0; i < kPages * 8; i++) s[i / 8][i % 8 / 4][i % 4] = 0.0f;
 #pragma unroll 4
@@ -42,13 +42,22 @@ TL_DEVICE void score_pages(float (&s)[kPages][2][4], shared_t q_tile, shared_t k
     uint32_t q[4], k[kPages][4];
     ldmatrix4(q, q_tile + b * 512);
 #pragma unroll
-    for (int j = 0; j < kPages; j++) ldmatrix4(k[j], k_pages + j * page_bytes + b * 512);
+    for (int j = 0; j < kPages; j++) ldmatrix4(k[j], k_pages[j] + b * 512);
 #pragma unroll
     for (int j = 0; j < kPages; j++) {
       Kv::mma(s[j][0], q, k[j][0], k[j][2]);
       Kv::mma(s[j][1], q, k[j][1], k[j][3]);
     }
   }
+}
+
+// The same of pages that lie page_bytes apart.
+template <class Kv, int kPages>
+TL_DEVICE void score_pages(float (&s)[kPages][2][4], shared_t q_tile, shared_t k_pages, int page_bytes, int n_blocks) {
+  shared_t page[kPages];
+#pragma unroll
+  for (int j = 0; j < kPages; j++) page[j] = k_pages + j * page_bytes;
+  score_pages<Kv, kPages>(s, q_tile, page, n_blocks);
 }
 
 // Masks; lo, hi: the keys lo <= key < hi of the page that rows (lane / 4) and (lane / 4 + 8) see.
@@ -116,13 +125,12 @@ TL_DEVICE float sum_of_p(const uint32_t (&p)[kPagesOfChunk][4], int h) {
   return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
 }
 
-// O of sixteen dims from zero: o[0] the first eight, o[1] the others. v_block is this lane's address in the block of the
-// first page.
+// O of sixteen dims from zero: o[0] the first eight, o[1] the others. v_blocks are this lane's addresses in the pages' blocks.
 template <class Kv>
-TL_DEVICE void weigh_block(float (&o)[2][4], const uint32_t (&p)[kPagesOfChunk][4], shared_t v_block, int page_bytes) {
+TL_DEVICE void weigh_block(float (&o)[2][4], const uint32_t (&p)[kPagesOfChunk][4], const shared_t (&v_blocks)[kPagesOfChunk]) {
   uint32_t v[kPagesOfChunk][4];
 #pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) ldmatrix4_transposed(v[j], v_block + j * page_bytes);
+  for (int j = 0; j < kPagesOfChunk; j++) ldmatrix4_transposed(v[j], v_blocks[j]);
 #pragma unroll
   for (int i = 0; i < 8; i++) o[i / 4][i % 4] = 0.0f;
 #pragma unroll
@@ -130,6 +138,13 @@ TL_DEVICE void weigh_block(float (&o)[2][4], const uint32_t (&p)[kPagesOfChunk][
     Kv::mma(o[0], p[j], v[j][0], v[j][1]);
     Kv::mma(o[1], p[j], v[j][2], v[j][3]);
   }
+}
+template <class Kv>
+TL_DEVICE void weigh_block(float (&o)[2][4], const uint32_t (&p)[kPagesOfChunk][4], shared_t v_block, int page_bytes) {
+  shared_t block[kPagesOfChunk];
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++) block[j] = v_block + j * page_bytes;
+  weigh_block<Kv>(o, p, block);
 }
 
 // ---- merging: (m, l, o) of earlier keys takes in that of later ones. An empty state is m = kMasked and zeros.

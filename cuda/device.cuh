@@ -22,6 +22,7 @@
 
 #define TL_DEVICE static __device__ __forceinline__
 #define TL_DEVICE_MEMBER __device__ __forceinline__
+#define TL_DEVICE_CALL static __device__ __noinline__  // with registers of its own
 #define TL_BOTH static __host__ __device__ __forceinline__
 
 namespace tl {
@@ -231,20 +232,41 @@ TL_DEVICE void let_next_kernel_start() {
 #endif
 }
 
-// ---- a barrier of a whole grid whose CTAs all run: the counter only grows
+// ---- flagged words: eight bytes that one CTA hands to another, stored and loaded together with the flag that tells which they are
 
-// By one thread, after a barrier of its CTA: what that wrote is there for whoever has waited.
-TL_DEVICE void grid_arrive(unsigned long long *counter) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory"); }
-TL_DEVICE unsigned long long grid_arrivals(const unsigned long long *counter) {
-  unsigned long long n;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(n) : "l"(counter) : "memory");
-  return n;
+struct Flagged {
+  uint64_t data, flag;
+};
+TL_DEVICE void store_flagged(void *to, uint64_t data, uint64_t flag) {
+  asm volatile("{\n.reg .b128 w;\nmov.b128 w, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], w;\n}" ::"l"(to), "l"(data), "l"(flag) : "memory");
 }
-// By one thread, before a barrier of its CTA.
-TL_DEVICE void grid_wait(const unsigned long long *counter, unsigned long long n) {
-  while (grid_arrivals(counter) < n) {
+TL_DEVICE Flagged load_flagged(const void *from) {
+  Flagged w;
+  asm volatile("{\n.reg .b128 w;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {%0, %1}, w;\n}" : "=l"(w.data), "=l"(w.flag) : "l"(from) : "memory");
+  return w;
+}
+// The first `count` of n words, word i from at(i), once all have the flag.
+template <int n, class At>
+TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
+  Flagged w[n];
+#pragma unroll
+  for (int i = 0; i < n; i++)
+    if (i < count) w[i] = load_flagged(at(i));
+  for (bool missing = true; missing;) {
+    missing = false;
+#pragma unroll
+    for (int i = 0; i < n; i++)
+      if (i < count && w[i].flag != flag) {
+        w[i] = load_flagged(at(i));
+        missing = true;
+      }
   }
+#pragma unroll
+  for (int i = 0; i < n; i++)
+    if (i < count) data[i] = w[i].data;
 }
+// What this thread wrote to shared memory comes before bulk copies to it that are asked for later.
+TL_DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A barrier of some of a CTA's warps: id 1..15, n_threads a multiple of 32.
 TL_DEVICE void sync_threads(int id, int n_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory"); }

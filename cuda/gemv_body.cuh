@@ -22,49 +22,6 @@ struct Gemv {
 // Works out how a product is shared out over at most so many CTAs, and what goes where in shared memory.
 Gemv plan_gemv(const GemvArgs &args, int most_ctas);
 
-// d += kCount blocks times the rows; `block` and `right` are this lane's addresses in the first of them. Loads come first, so
-// that only the chain of products remains.
-template <class W, int kCount>
-TL_DEVICE void add_run(float (&d)[4], shared_t block, shared_t right) {
-  uint32_t a[kCount][4];
-  uint2 b[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; i++) {
-    W::load(a[i], block + i * W::kBlockBytes);
-    b[i] = load_shared8(right + i * 32);
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; i++) W::Op::mma(d, a[i], b[i].x, b[i].y);
-}
-
-template <class W>
-TL_DEVICE void add_blocks(float (&d)[4], shared_t block, shared_t right, int n_blocks) {
-  constexpr int kWhole = kSlotBytes / W::kBlockBytes;
-  if (n_blocks >= kWhole) {
-#pragma unroll
-    for (int i = 0; i < kWhole; i += 4) add_run<W, 4>(d, block + i * W::kBlockBytes, right + i * 32);
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < n_blocks; i++) add_run<W, 1>(d, block + i * W::kBlockBytes, right + i * 32);
-}
-
-// The same where groups of int8 columns have scales: kScaleColumns are summed from zero, then scaled and added in order.
-template <class W>
-TL_DEVICE void add_scaled_blocks(float (&d)[4], shared_t block, shared_t right, int n_blocks, const Matrix &m, int panel, int first_block) {
-  constexpr int kRun = kScaleColumns / 16;
-#pragma unroll 1
-  for (int i = 0; i < n_blocks; i += kRun) {
-    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < kRun; j++)
-      if (i + j < n_blocks) add_run<W, 1>(s, block + (i + j) * W::kBlockBytes, right + (i + j) * 32);
-    const float *scale = m.scales + scale_offset(m, panel * kPanelRows, (first_block + i) * 16 / m.group_size) + lane_id() / 4;
-#pragma unroll
-    for (int j = 0; j < 4; j++) d[j] = fmaf(s[j], scale[j / 2 * 8], d[j]);
-  }
-}
-
 TL_DEVICE void copy_floats(float *to, const float *from, int n) {  // n a multiple of four
 #pragma unroll 1
   for (int i = threadIdx.x * 4; i < n; i += kThreads * 4) copy16_async(to + i, from + i);
@@ -180,7 +137,7 @@ TL_DEVICE void run_gemv(const Gemv &v, uint8_t *shared, const CtaShare &share, b
         if (W::kInt8 && g.weight.group_size)
           add_scaled_blocks<W>(d, slot, right + block * 32, min(kSlotBlocks, v.n_blocks - block), g.weight, first_panel + item / v.n_chunks, block);
         else
-          add_blocks<W>(d, slot, right + block * 32, v.n_blocks - block);
+          add_blocks<W, kSlotBlocks, 4>(d, slot, right + block * 32, v.n_blocks - block);
         stream.done();
       }
 #pragma unroll

@@ -19,7 +19,6 @@ struct tl_context {
   int code;               // tl::Code; it may be sm_80's on a newer device
   bool overlaps;          // kernels may start before the one before them has ended
   bool steps;             // the kernels of a one-row step run as one (step.cu)
-  int n_step_clusters;    // of that one, all running at once; 0: not asked for yet
   int major, minor;
   char name[64];
   std::unordered_map<const void *, int> shared_limits;  // what kernels were allowed so far

@@ -66,13 +66,18 @@ TL_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// Sum over the CTA's kThreads threads, the same for each; `partial` is kWarps shared floats. Holds one barrier, and a
+// Sum over kThreads threads, the same for each; `partial` is kWarps shared floats. Holds one barrier, `meet` of them all, and a
 // second call may follow at once with other partials.
-TL_DEVICE float block_sum(float x, float *partial) {
+template <class Meet>
+TL_DEVICE float block_sum(float x, float *partial, const Meet &meet) {
   x = warp_sum(x);
   if (lane_id() == 0) partial[warp_id()] = x;
-  __syncthreads();
+  meet();
   return ((partial[0] + partial[1]) + (partial[2] + partial[3])) + ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+}
+
+TL_DEVICE float block_sum(float x, float *partial) {
+  return block_sum(x, partial, [] { __syncthreads(); });
 }
 
 // 1 / sqrt(mean of squares + eps), two units in the last place

@@ -37,7 +37,7 @@ void lay_out(tl_plan &p) {
   s.logits = take((uint64_t)d.max_out * d.vocab_size * 4);
   s.sample_work = take((uint64_t)d.max_out * sample_work_floats(d.vocab_size) * 4);
   s.n_clamped = take(8);
-  s.step = take(step_nbytes(p.context));
+  s.step = take(step_nbytes(p));
   s.nbytes = at;
 }
 

@@ -112,21 +112,20 @@ struct EarlyNorm {
   }
 };
 
-// v = weight * v / rms(v); `partial`: kWarps shared floats that no other norm in flight uses.
-template <int kQuads, bool kAligned>
-TL_DEVICE void norm_quads(float4 (&v)[kQuads], const RowProgram &p, const float *weight, float *partial, const EarlyNorm<kQuads, kAligned> &early) {
-  float4 w[kQuads];
-  if (weight != early.of) load_quads<kQuads, kAligned>(w, weight, p.dim);
+// v = weight * v / rms(v), the weight's quads being weight(j); `partial`: kWarps shared floats that no other norm in flight uses; `meet`: a
+// barrier of the threads.
+template <int kQuads, class Weight, class Meet>
+TL_DEVICE void norm_quads(float4 (&v)[kQuads], const Weight &weight, int n, float eps, float *partial, const Meet &meet) {
   float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < kQuads; j++)
-    if (quad_index(j) < p.dim) sum = fmaf(v[j].w, v[j].w, fmaf(v[j].z, v[j].z, fmaf(v[j].y, v[j].y, fmaf(v[j].x, v[j].x, sum))));
-  const float inverse = inverse_rms(block_sum(sum, partial), p.dim, p.eps);
+    if (quad_index(j) < n) sum = fmaf(v[j].w, v[j].w, fmaf(v[j].z, v[j].z, fmaf(v[j].y, v[j].y, fmaf(v[j].x, v[j].x, sum))));
+  const float inverse = inverse_rms(block_sum(sum, partial, meet), n, eps);
 #pragma unroll
   for (int j = 0; j < kQuads; j++) {
-    if (quad_index(j) >= p.dim) break;
-    const float4 s = weight == early.of ? early.q[j] : w[j];
-    v[j] = make_float4(v[j].x * inverse * s.x, v[j].y * inverse * s.y, v[j].z * inverse * s.z, v[j].w * inverse * s.w);
+    if (quad_index(j) >= n) break;
+    const float4 w = weight(j);
+    v[j] = make_float4(v[j].x * inverse * w.x, v[j].y * inverse * w.y, v[j].z * inverse * w.z, v[j].w * inverse * w.w);
   }
 }
 
@@ -148,7 +147,13 @@ TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float
 #pragma unroll
       for (int j = 0; j < kQuads; j++) v[j] = make_float4(v[j].x + b[j].x, v[j].y + b[j].y, v[j].z + b[j].z, v[j].w + b[j].w);
     } else if (op.kind == kRowNorm) {
-      norm_quads(v, p, op.p, partial + n_norms++ % 2 * kWarps, early);
+      float4 w[kQuads];
+      const bool known = op.p == early.of;
+      if (!known) load_quads<kQuads, kPlain>(w, op.p, n);
+#pragma unroll
+      for (int j = 0; j < kQuads; j++)
+        if (known) w[j] = early.q[j];
+      norm_quads<kQuads>(v, [&](int j) { return w[j]; }, n, p.eps, partial + n_norms++ % 2 * kWarps, [] { __syncthreads(); });
     } else if (op.kind == kRowStore) {
       float *to = const_cast<float *>(op.p) + (int64_t)row * op.stride;
 #pragma unroll

@@ -1,46 +1,45 @@
-// One kernel for the products and attentions of a one-row step: hundreds of tasks, each waiting for what the one before wrote.
+// One kernel for the products and attentions of a one-row step: hundreds of tasks, each of which needs what the one before wrote.
 //
-// All multiprocessors hold a CTA for the whole step, in clusters for the attention. Between two tasks lies a barrier of the grid
-// instead of a kernel's end and the next one's start; the warps go on reading weights of later tasks meanwhile, which no
-// barrier holds up, so that memory is busy also while rows are normed, sums merged and barriers met. What a task computes, and so
-// every bit, is what its kernel computes: the code is theirs (gemv_body.cuh, attend_split_body.cuh).
+// All multiprocessors hold a CTA for the whole step. A task's results go to the other CTAs as flagged words (device.cuh): whoever needs
+// one reads it until its flag is right, so that there is no barrier, no fence and no second read. A warp of each CTA streams weights,
+// keys and values of this and later tasks meanwhile (step_stream.cuh), which nothing holds up. What a task computes, and so every bit, is
+// what its kernel computes (gemv.cu, attend_split.cu).
 //
-// The tasks lie in scratch memory, written when a step of their kind is first enqueued; core loops that differ by their stage
-// alone are kept once, and rows that differ by where their state lies share them. Where no more kinds fit, kernels run one by one.
+// A word may be written again once all who read it are done. They are: a CTA writes in task n only after it has read all of what task
+// n - 1 left, which every CTA with a part in that wrote after it had read what task n - 2 left, and so on; and all that attention reads of
+// a task, some CTA waits for. Results also go to memory, for kernels that follow.
+//
+// The tasks lie in scratch memory, written when a step of their kind is first enqueued; core loops that differ by their stage alone are
+// kept once, and rows that differ by where their state lies share them. Where no more kinds fit, kernels run one by one.
 #include "step.cuh"
 
 #include <string.h>
 
 #include <algorithm>
+#include <map>
+#include <set>
 
-#include "attend_split_body.cuh"
 #include "host.h"
-#include "step_stream.cuh"
+#include "step_attend.cuh"
 
 namespace tl {
 namespace {
 
-constexpr int kStepCluster = 8, kMaxSlots = 6, kMinSlots = 2;
-constexpr int kMaxTasks = 512, kMinTasks = 8;  // as many as shared memory is to hold of; as few as pay
+constexpr int kStepThreads = kThreads + 32;  // and the warp that streams
+constexpr int kMinSlots = 8, kMaxTasks = 1024;
+constexpr int kMinTasks = 8;                 // fewer do not pay
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
-
-struct alignas(16) StepTask {
-  int32_t attends, weight_dtype;
-  union {
-    Gemv gemv;
-    AttendArgs attend;
-  };
-};
-static_assert(sizeof(StepTask) % 16 == 0, "tasks are copied in pieces of sixteen bytes");
 
 struct StepArgs {
   const StepTask *tasks;
-  const StreamTask *streams;
   StepOrder order;
-  Rows rows;        // whose step it is: not in the tasks, which rows share
-  int32_t n_slots;                        // of a warp's ring
-  int32_t streams_at, tasks_at, work_at;  // in shared memory, behind the ring
-  unsigned long long *counter;
+  Rows rows;  // whose step it is: not in the tasks, which rows share
+  int32_t n_slots;
+  int32_t tasks_at, partial_at, attention_at;  // in shared memory, behind the ring and the operand
+  int32_t operand_at, norm_at;
+  uint8_t *channels, *states;
+  int32_t channel_nbytes;
+  unsigned long long *counter;  // of CTAs that have begun a step
 };
 
 #if TL_HOPPER
@@ -49,250 +48,281 @@ TL_DEVICE void request_task(StepTask *to, const StepTask *from) {
   commit_copies();
 }
 
-// Puts into an attention whose rows it is for, and which loop's. By one thread, between two barriers.
-TL_DEVICE void address(StepTask &t, const Rows &rows, int round) {
-  Rows &r = t.attend.place.rows;
-  r.pos = rows.pos;
-  r.seq = rows.seq;
-  r.page_table = rows.page_table;
-  r.stage += round;
+TL_DEVICE const int32_t *table_of(const StepArgs &a, const StepTask &t, int round) {
+  const Rows &r = a.rows;
+  return r.page_table[r.seq[0]] + (int64_t)(t.attention.attend.place.rows.stage + round * a.order.n_stages) * r.table_stride;
 }
 
-template <class W, class Wait>
-TL_DEVICE void run_product(const Gemv &v, uint8_t *work, StepStream &stream, const Wait &wait) {
-  const int cta = blockIdx.x;
-  if (cta >= v.n_ctas) return;
-  const CtaShare share = share_of(cta, v.units_each, v.units_more, v.args.unit_panels);
-  if (v.args.program.n_ops)
-    run_gemv<W, true>(v, work, share, cta == 0, stream, wait);
-  else
-    run_gemv<W, false>(v, work, share, cta == 0, stream, wait);
+TL_DEVICE void stream_step(const StepArgs &a, const Ring &ring, int pos) {
+  RingPlace at;
+  int task = 0, round = 0;
+#pragma unroll 1
+  while (task < a.order.n_tasks) {
+    const StepTask &t = a.tasks[task];
+    if (!t.attends)
+      request_weights(ring, at, t);
+    else if (pos >= 0)
+      request_pages(ring, at, t, keys_of(pos, t.attention.attend.window), table_of(a, t, round));
+    a.order.next(task, round);
+  }
 }
-
-#endif
 
 template <class Kv>
-__global__ void __launch_bounds__(kThreads, 1) run_step(const StepArgs a) {
-#if TL_HOPPER
-  uint8_t *shared = shared_memory<uint8_t>(), *work = shared + a.work_at;
-  StreamTask *streams = (StreamTask *)(shared + a.streams_at);
-  StepTask *held = (StepTask *)(shared + a.tasks_at);  // two: the one that runs and the next
-  for (int i = threadIdx.x * 16; i < a.order.n_tasks * (int)sizeof(StreamTask); i += kThreads * 16)
-    copy16_async((uint8_t *)streams + i, (const uint8_t *)a.streams + i);
+__global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
+  uint8_t *shared = shared_memory<uint8_t>();
+  StepTask *held = (StepTask *)(shared + a.tasks_at);  // three: the one that runs, the next, and one that slow threads still read
+  unsigned long long *step = (unsigned long long *)(held + 3);
+  const Ring ring(shared_of(shared), a.n_slots);
+  wait_for_previous_kernel();
+  if (threadIdx.x == 0) {
+    ring.init();
+    *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
+  }
+  __syncthreads();
+  const int pos = a.rows.pos ? a.rows.pos[0] : -1;
+  if (threadIdx.x >= kThreads) {
+    if (lane_id() == 0) stream_step(a, ring, pos);
+    return;
+  }
+
+  const StepMemory memory{shared + a.operand_at, (float *)(shared + a.partial_at), (float *)(shared + a.norm_at), (float *)(step + 2),
+                          shared + a.attention_at};
+  Handover hand{a.channels, a.channel_nbytes, (uint64_t)*step << kTaskBits};
   request_task(held, a.tasks);
   wait_copies<0>();
-  __syncthreads();
-  if (threadIdx.x == 0 && !streams[0].data) address(held[0], a.rows, 0);
-  __syncthreads();
-  StepStream stream(streams, a.order, a.n_slots, blockIdx.x, __shfl_sync(0xffffffffu, warp_id(), 0), shared_of(shared));
-  wait_for_previous_kernel();
-
-  // Arrivals so far: a CTA that looks here has not arrived yet, so that no round of arrivals is complete beyond what earlier steps left.
-  unsigned long long target = 0;
-  if (threadIdx.x == 0) target = grid_arrivals(a.counter) / gridDim.x * gridDim.x;
+  meet();
+  RingPlace place;
   int task = 0, round = 0;
 #pragma unroll 1
   for (int n = 0; task < a.order.n_tasks; n++) {
-    const StepTask &t = held[n % 2];
+    const StepTask &t = held[n % 3];
     int next = task, next_round = round;
     a.order.next(next, next_round);
-    if (next < a.order.n_tasks) request_task(held + (n + 1) % 2, a.tasks + next);
-    bool waited = false;
-    const auto wait = [&] {
-      if (threadIdx.x == 0) grid_wait(a.counter, target);
-      __syncthreads();
-      waited = true;
-    };
-    if (t.attends) {
-      const int n_units = subtiles(t.attend) * t.attend.place.n_kv_heads;
-#pragma unroll 1
-      for (int unit = blockIdx.x / kStepCluster; unit < n_units; unit += gridDim.x / kStepCluster)
-        attend_unit<Kv>(t.attend, work, unit, [&] {
-          if (!waited) wait();
-        });
-    } else if (t.weight_dtype == TL_INT8) {
-      run_product<Int8Weights>(t.gemv, work, stream, wait);
-    } else if (t.weight_dtype == TL_BF16) {
-      run_product<FloatWeights<Bf16>>(t.gemv, work, stream, wait);
-    } else {
-      run_product<FloatWeights<F16>>(t.gemv, work, stream, wait);
-    }
-    if (!waited) wait();
-    wait_copies<0>();
-    if (next < a.order.n_tasks && !streams[next].data) {
-      __syncthreads();
-      if (threadIdx.x == 0) address(held[(n + 1) % 2], a.rows, next_round);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) grid_arrive(a.counter);
-    target += gridDim.x;
+    if (next < a.order.n_tasks) request_task(held + (n + 1) % 3, a.tasks + next);
+    const auto read_ahead = [] { wait_copies<0>(); };
+    hand.flag++;
+    if (t.attends)
+      run_attention<Kv>(t.attention, memory, a.states, hand, ring, place, pos, pos < 0 ? nullptr : table_of(a, t, round), read_ahead);
+    else
+      run_product(t.product, memory, hand, ring, place, read_ahead);
     task = next;
     round = next_round;
   }
-#endif
 }
+#else
+template <class Kv>
+__global__ void run_step(const StepArgs) {}
+#endif
 
-// ---- on the host
+// ---- on the host: which values go from task to task
 
-struct Program {
-  std::vector<StepTask> tasks;
-  std::vector<StreamTask> streams;
-  StepOrder order;
+// The channel of each row that a task of the step leaves and a later one reads; written: by which task last.
+class Channels {
+ public:
+  explicit Channels(const std::vector<StepPart> &parts) {
+    for (const StepPart &part : parts) {
+      if (part.attends) {
+        read_.insert(part.attend.place.qkv);
+        continue;
+      }
+      const GemvArgs &g = part.gemv;
+      for (int o = 0; o < g.program.n_ops; o++)
+        if (g.program.op[o].kind != kRowStore && g.program.op[o].p) read_.insert(g.program.op[o].p);
+      if (!g.program.n_ops) read_.insert(g.source.data);
+      if (g.epilogue.kind == kAddToRows) read_.insert(g.epilogue.addend);
+    }
+  }
+  Channel from(const void *p, int task) const {
+    const auto found = written_.find(p);
+    return found == written_.end() ? kMemory : Channel{index_.at(p), task - found->second};
+  }
+  Channel to(const void *p, int task) {
+    if (!read_.count(p)) return kMemory;
+    if (!index_.count(p) && (int)index_.size() < kMaxChannels) index_.emplace(p, (int)index_.size());
+    if (!index_.count(p)) {
+      full_ = true;
+      return kMemory;
+    }
+    written_[p] = task;
+    return {index_[p], 0};
+  }
+  bool full() const { return full_; }
+
+ private:
+  std::set<const void *> read_;
+  std::map<const void *, int> index_, written_;
+  bool full_ = false;
 };
 
-StepTask task_of(const StepPart &part, int n_ctas) {
-  StepTask t;
-  memset((void *)&t, 0, sizeof t);  // compared byte by byte
-  t.attends = part.attends;
-  if (part.attends) {
-    t.attend = part.attend;
-    t.attend.rows_of_tile = 1;
-    t.attend.queries_of_tile = kTileQueries;
-    Rows &rows = t.attend.place.rows;  // put in where it runs: rows share tasks
-    rows.pos = rows.seq = nullptr;
-    rows.page_table = nullptr;
-  } else {
-    t.weight_dtype = part.gemv.weight.dtype;
-    t.gemv = plan_gemv(part.gemv, n_ctas);
-    t.gemv.args.program.token = t.gemv.args.program.pos = nullptr;  // of programs that do not run at the head of a product
-  }
-  return t;
+StepTask product_of(const GemvArgs &g, int n, int n_ctas, Channels &channels) {
+  StepTask task;
+  memset((void *)&task, 0, sizeof task);  // compared byte by byte
+  StepProduct &p = task.product;
+  p.weight = g.weight;
+  p.bias = g.bias;
+  p.unit_panels = g.unit_panels;
+  const int n_units = g.weight.n_out / kPanelRows / g.unit_panels;
+  p.n_ctas = std::min(n_units, n_ctas);
+  p.units_each = n_units / p.n_ctas;
+  p.units_more = n_units % p.n_ctas;
+  p.n_blocks = pad16(g.weight.n_in) / 16;
+  p.n_chunks = (p.n_blocks * 16 + TL_K_CHUNK - 1) / TL_K_CHUNK;
+  p.item_chunks = g.weight.dtype == TL_INT8 ? 2 : 1;
+  p.n_items = (p.n_chunks + p.item_chunks - 1) / p.item_chunks;
+  p.round_panels = std::max(1, kRoundBytes / (p.n_chunks * kPanelRows * 4) / g.unit_panels) * g.unit_panels;
+  p.source = g.source;
+  p.program = g.program;
+  p.program.token = p.program.pos = nullptr;  // of programs that do not run at the head of a product
+  p.epilogue = g.epilogue;
+  // What it reads, before what it writes: a program may read the row that the product's outputs replace.
+  p.operand = g.program.n_ops ? kMemory : channels.from(g.source.data, n);
+  if (g.epilogue.kind == kAddToRows) p.addend = channels.from(g.epilogue.addend, n);
+  else p.addend = kMemory;
+  for (int o = 0; o < kMaxRowOps; o++)
+    p.op[o] = o < g.program.n_ops && g.program.op[o].kind != kRowStore && g.program.op[o].p ? channels.from(g.program.op[o].p, n) : kMemory;
+  for (int o = 0; o < g.program.n_ops; o++)
+    if (g.program.op[o].kind == kRowStore) p.op[o] = channels.to(g.program.op[o].p, n);
+  p.out = channels.to(g.epilogue.kind == kActivate ? g.epilogue.operand.data : g.epilogue.out, n);
+  return task;
 }
 
-bool same_but_stage(StepTask a, StepTask b) {
-  if (a.attends) a.attend.place.rows.stage = b.attend.place.rows.stage = 0;
+StepTask attention_of(const AttendArgs &a, int n, int n_ctas, Channels &channels) {
+  StepTask task;
+  memset((void *)&task, 0, sizeof task);
+  task.attends = 1;
+  StepAttention &t = task.attention;
+  t.attend = a;
+  const int group = a.place.n_heads / a.place.n_kv_heads;
+  t.n_units = a.place.n_kv_heads * ((group + kTileQueries - 1) / kTileQueries);
+  t.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / t.n_units));
+  Rows &rows = t.attend.place.rows;  // put in where it runs: rows share tasks
+  rows.pos = rows.seq = nullptr;
+  rows.page_table = nullptr;
+  t.qkv = channels.from(a.place.qkv, n);
+  t.out = channels.to(a.out.data, n);
+  return task;
+}
+
+// Whether two tasks are the same, but for by how many stages the second one's K and V lie behind the first one's.
+bool same_but_stage(StepTask a, StepTask b, int n_stages) {
+  if (a.attends && b.attends) {
+    if (b.attention.attend.place.rows.stage - a.attention.attend.place.rows.stage != n_stages) return false;
+    a.attention.attend.place.rows.stage = b.attention.attend.place.rows.stage = 0;
+  }
   return !memcmp(&a, &b, sizeof a);
 }
 
-StreamTask stream_of(const StepTask &t) {
-  if (t.attends) return StreamTask{};
-  const Gemv &v = t.gemv;
-  const int chunk_bytes = kChunkBlocks * (t.weight_dtype == TL_INT8 ? Int8Weights::kBlockBytes : FloatWeights<Bf16>::kBlockBytes);
-  return {v.args.weight.data, v.n_ctas, v.units_each, v.units_more, v.args.unit_panels, v.n_chunks, v.panel_bytes, chunk_bytes / kSlotBytes};
-}
+struct Program {
+  std::vector<StepTask> tasks;
+  StepOrder order;
+};
 
-// The tasks, with the loops after the second one left out where they are the second one at other stages.
+// The tasks. Loops after the first that are the one before again, or the one before that (rows take turns between two places), are kept
+// once. `loops`: where in the parts each core loop begins and the last one ends. None where too many rows go from task to task.
 Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &loops, int n_ctas) {
   Program p;
-  for (const StepPart &part : parts) p.tasks.push_back(task_of(part, n_ctas));
-  const int n_loops = std::max(0, (int)loops.size() - 1), n = n_loops > 1 ? loops[2] - loops[1] : 0;
-  bool repeats = n > 0;
-  for (int loop = 2; loop < n_loops && repeats; loop++) {
-    repeats = loops[loop + 1] - loops[loop] == n;
-    for (int i = 0; i < n && repeats; i++) {
-      const StepTask &a = p.tasks[loops[1] + i], &b = p.tasks[loops[loop] + i];
-      repeats = same_but_stage(a, b) && (!a.attends || b.attend.place.rows.stage == a.attend.place.rows.stage + loop - 1);
-    }
+  Channels channels(parts);
+  for (const StepPart &part : parts) {
+    const int n = (int)p.tasks.size();
+    p.tasks.push_back(part.attends ? attention_of(part.attend, n, n_ctas, channels) : product_of(part.gemv, n, n_ctas, channels));
   }
-  p.order = {(int32_t)p.tasks.size(), 0, 1, 0};
-  if (repeats) {
-    p.order = {loops[1], n, n_loops - 1, 0};
-    p.tasks.erase(p.tasks.begin() + loops[2], p.tasks.begin() + loops[n_loops]);
+  if (channels.full()) return {};
+  p.order = {(int32_t)p.tasks.size(), 0, 1, 0, 0};
+  const int n_loops = std::max(0, (int)loops.size() - 1);
+  for (int period = 1; period <= 2 && n_loops > 2 * period; period++) {
+    const int first = loops[1], n = loops[1 + period] - first;
+    int n_rounds = 1;
+    for (int loop = 1 + period; loop + period <= n_loops; loop += period, n_rounds++) {
+      bool same = loops[loop + period] - loops[loop] == n;
+      for (int i = 0; i < n && same; i++) same = same_but_stage(p.tasks[first + i], p.tasks[loops[loop] + i], loop - 1);
+      if (!same) break;
+    }
+    if (n_rounds == 1) continue;
+    p.order = {first, n, n_rounds, 0, period};
+    p.tasks.erase(p.tasks.begin() + first + n, p.tasks.begin() + first + n * n_rounds);
+    break;
   }
   p.order.n_tasks = (int32_t)p.tasks.size();
-  for (const StepTask &t : p.tasks) p.streams.push_back(stream_of(t));
   return p;
 }
 
-// Where in scratch memory the bytes are; written there if they are new. NULL where no more fit.
-const uint8_t *placed(const tl_context &context, tl_plan &plan, const std::vector<uint8_t> &bytes) {
+// Whether the parts are what this kernel does.
+bool suits(const tl_plan &plan, const std::vector<StepPart> &parts) {
+  if (plan.desc.kv_dtype != TL_BF16 && plan.desc.kv_dtype != TL_F16) return false;
+  if (plan.desc.head_dim % 4 || plan.desc.dim > 4 * kThreads * kStepQuads) return false;
+  for (const StepPart &part : parts)
+    if (!part.attends && part.gemv.program.n_ops && part.gemv.program.op[0].kind != kRowLoad) return false;
+  return true;
+}
+
+// Where in scratch memory the tasks are; written there if they are new. NULL where no more fit.
+const StepTask *placed(const tl_context &context, tl_plan &plan, const std::vector<StepTask> &tasks) {
+  const uint64_t n = tasks.size() * sizeof(StepTask);
   uint64_t at = kCounterBytes;
   for (const std::vector<uint8_t> &kept : plan.step_programs) {
-    if (kept == bytes) return plan.memory + plan.scratch.step + at;
+    if (kept.size() == n && !memcmp(kept.data(), tasks.data(), n)) return (const StepTask *)(plan.memory + plan.scratch.step + at);
     at += (kept.size() + 255) / 256 * 256;
   }
-  if (at + bytes.size() > step_nbytes(context)) return nullptr;
-  write_now(context, plan.memory + plan.scratch.step + at, bytes.data(), bytes.size());
-  plan.step_programs.push_back(bytes);
-  return plan.memory + plan.scratch.step + at;
+  if (at + n > kCounterBytes + kProgramsBytes) return nullptr;
+  write_now(context, plan.memory + plan.scratch.step + at, tasks.data(), n);
+  plan.step_programs.emplace_back((const uint8_t *)tasks.data(), (const uint8_t *)tasks.data() + n);
+  return (const StepTask *)(plan.memory + plan.scratch.step + at);
 }
 
-template <class Kv>
-int attend_nbytes(const AttendArgs &a) {
-  Split s;
-  return lay_out<Kv>(s, nullptr, a.place.kv, tile_queries(a), kStepCluster, 0);
-}
-
-// What differs by the type of keys and values.
-struct StepKernel {
-  void (*kernel)(StepArgs);
-  int (*attend_nbytes)(const AttendArgs &);
-};
-template <class Kv>
-StepKernel step_kernel() {
-  return {run_step<Kv>, attend_nbytes<Kv>};
-}
-StepKernel kernel_of(int kv_dtype) {
-  switch (kv_dtype) {
-    case TL_BF16: return step_kernel<Bf16>();
-    case TL_F16: return step_kernel<F16>();
-    case TL_INT8: return step_kernel<Codes<8>>();
-    default: return step_kernel<Codes<4>>();
-  }
-}
-
-// How many clusters run at once with so much shared memory.
-int clusters_of(const tl_context &context, int shared_nbytes) {
-#if defined(TL_EMULATOR)
-  (void)context, (void)shared_nbytes;
-  return 2;
-#else
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kStepCluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(context.n_multiprocessors / kStepCluster * kStepCluster);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_nbytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int n = 0;
-  require(cudaFuncSetAttribute(run_step<Bf16>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_nbytes), "sizing shared memory");
-  require(cudaOccupancyMaxActiveClusters(&n, run_step<Bf16>, &config), "asking how many clusters run at once");
-  return n;
-#endif
+// Bytes of a channel: a row of the widest product, two floats a word.
+uint64_t channel_nbytes(const tl_plan &plan) {
+  int widest = plan.dim_pad;
+  for (const tl_phase &f : plan.phases)
+    if (f.weight.data && f.kind != TL_PHASE_EMBED && f.kind != TL_PHASE_HEAD) widest = std::max({widest, f.weight.n_out, pad16(f.weight.n_in)});
+  return (uint64_t)(widest + 1) / 2 * 16;
 }
 
 }  // namespace
 
-uint64_t step_nbytes(const tl_context &context) { return context.steps ? kCounterBytes + kProgramsBytes : 0; }
+uint64_t step_nbytes(const tl_plan &plan) {
+  if (!plan.context.steps) return 0;
+  return kCounterBytes + kProgramsBytes + kMaxChannels * channel_nbytes(plan) + states_nbytes(plan.desc.n_heads, plan.head_pad);
+}
 
 bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<StepPart> &parts, const std::vector<int> &loops) {
-  tl_context &context = launcher.context;
-  if (!context.steps || (int)parts.size() < kMinTasks || plan.desc.kv_dtype == TL_F32) return false;
-  if (!context.n_step_clusters) context.n_step_clusters = clusters_of(context, context.max_shared_nbytes);
-  const int n_ctas = context.n_step_clusters * kStepCluster;
-  if (!n_ctas) return false;
-  const StepKernel step = kernel_of(plan.desc.kv_dtype);
+  const tl_context &context = launcher.context;
+  if (!context.steps || (int)parts.size() < kMinTasks || !suits(plan, parts)) return false;
+  const int n_ctas = context.n_multiprocessors;
   const Program program = program_of(parts, loops, n_ctas);
-  int work = 0;
-  for (const StepTask &t : program.tasks) work = std::max(work, t.attends ? step.attend_nbytes(t.attend) : t.gemv.nbytes);
-  if (program.order.n_tasks > kMaxTasks) return false;
-  const int streams_nbytes = program.order.n_tasks * (int)sizeof(StreamTask), tasks_nbytes = 2 * (int)sizeof(StepTask);
-  const int n_slots =
-      std::min(kMaxSlots, (context.max_shared_nbytes - round_up(streams_nbytes, 128) - tasks_nbytes - work - 256) / (kWarps * (kSlotBytes + 8)));
-  if (n_slots < kMinSlots) return false;
-
-  std::vector<uint8_t> bytes(program.tasks.size() * sizeof(StepTask) + streams_nbytes);
-  memcpy(bytes.data(), program.tasks.data(), program.tasks.size() * sizeof(StepTask));
-  memcpy(bytes.data() + program.tasks.size() * sizeof(StepTask), program.streams.data(), streams_nbytes);
-  const uint8_t *at = placed(context, plan, bytes);
-  if (!at) return false;
-
+  if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
+  int operand = 0, partial = kRoundBytes, norm = kEarlyNorms * plan.dim_pad * 4, attention = 0;
   StepArgs a = {};
-  a.tasks = (const StepTask *)at;
-  a.streams = (const StreamTask *)(at + program.tasks.size() * sizeof(StepTask));
+  for (const StepTask &t : program.tasks) {
+    if (t.attends) {
+      const StepAttention &s = t.attention;
+      const PlaceArgs &p = s.attend.place;
+      AttentionMemory m;
+      const int n_quads = merged_quads(std::min(p.n_heads / p.n_kv_heads, kTileQueries), p.kv.head_pad, s.n_ranks);
+      attention = std::max(attention, lay_out(m, nullptr, p.kv.head_pad, p.kv.k_nbytes, n_quads));
+    } else {
+      operand = std::max(operand, t.product.n_blocks * 32);
+      partial = std::max(partial, t.product.round_panels * t.product.n_chunks * kPanelRows * 4);
+    }
+  }
+  const int work = round_up(operand, 128) + round_up(partial, 128) + round_up(norm, 128) + round_up(attention, 128), tasks = 3 * (int)sizeof(StepTask) + 256;
+  a.n_slots = (context.max_shared_nbytes - work - tasks - 256) / (kSlotBytes + 16);
+  if (a.n_slots < kMinSlots) return false;
+  a.tasks = placed(context, plan, program.tasks);
+  if (!a.tasks) return false;
   a.order = program.order;
   for (const StepPart &part : parts)
     if (part.attends) a.rows = part.attend.place.rows;
-  a.n_slots = n_slots;
-  a.streams_at = round_up(kWarps * n_slots * (kSlotBytes + 8), 128);
-  a.tasks_at = round_up(a.streams_at + streams_nbytes, 16);
-  a.work_at = round_up(a.tasks_at + tasks_nbytes, 128);
+  a.tasks_at = round_up(a.n_slots * (kSlotBytes + 16), 128);
+  a.operand_at = round_up(a.tasks_at + tasks, 128);
+  a.partial_at = a.operand_at + round_up(operand, 128);
+  a.norm_at = a.partial_at + round_up(partial, 128);
+  a.attention_at = a.norm_at + round_up(norm, 128);
   a.counter = (unsigned long long *)(plan.memory + plan.scratch.step);
-  const Shape shape{dim3(n_ctas), kThreads, a.work_at + work, kStepCluster, true};
-  launcher.launch(step.kernel, shape, a);
+  a.channels = plan.memory + plan.scratch.step + kCounterBytes + kProgramsBytes;
+  a.channel_nbytes = (int32_t)channel_nbytes(plan);
+  a.states = a.channels + kMaxChannels * channel_nbytes(plan);
+  const Shape shape{dim3(n_ctas), kStepThreads, a.attention_at + round_up(attention, 128), 1, true};
+  launcher.launch(plan.desc.kv_dtype == TL_BF16 ? run_step<Bf16> : run_step<F16>, shape, a);
   return true;
 }
 

@@ -21,6 +21,6 @@ struct StepPart {
 bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<StepPart> &parts, const std::vector<int> &loops);
 
 // Bytes of scratch memory that a plan keeps for it.
-uint64_t step_nbytes(const tl_context &context);
+uint64_t step_nbytes(const tl_plan &plan);
 
 }  // namespace tl

@@ -1,106 +1,96 @@
-// How the warps of a step read weights: as in chunk_stream.cuh, but on and on through the products of the whole step, so that
-// the memory never waits for a barrier.
+// How a step as one kernel reads memory: a warp of its own asks for the weights of the CTA's panels and its pages of K and V, task
+// after task, through one ring of shared memory, and never waits for anything but a free slot. Whatever the other warps wait for,
+// memory goes on.
 #pragma once
 
-#include "chunk_stream.cuh"
-#include "gemv_body.cuh"
+#include "step_task.cuh"
 
 namespace tl {
 
-// What a product's weights are to the stream; an attention has none.
-struct alignas(16) StreamTask {
-  const uint8_t *data;
-  int32_t n_ctas;  // that have a share
-  int32_t units_each, units_more, unit_panels, n_chunks, panel_bytes;
-  int32_t parts;  // slots of a chunk
-};
-
-// The order of a step's tasks: the first ones, then some that repeat, then the rest.
-struct StepOrder {
-  int32_t n_first, n_repeated, n_rounds, n_tasks;  // n_tasks: of all three; n_rounds: how often the second run
-  TL_DEVICE_MEMBER void next(int &task, int &round) const {
-    if (++task != n_first + n_repeated) return;
-    round = round + 1 < n_rounds ? round + 1 : 0;
-    if (round) task = n_first;
-  }
-};
+constexpr int kSlotBytes = 8192;  // of the ring: an item of weights, or a page of a KV head (two slots where that is larger)
 
 #if TL_HOPPER
-struct StepStream {
-  const StreamTask *tasks;  // in shared memory
-  StepOrder order;
-  shared_t ring, full;      // of this warp
-  int n_slots, cta;
-  int task = 0, round = 0;  // where the requests are, and there:
-  const uint8_t *weights;
-  int n_chunks, panel_bytes, chunk_bytes, parts, end;
-  ChunkWalk asked;
-  int part = 0, to = 0;
-  int from = 0, parity = 0;  // the slot that is read next, and its barrier's phase
 
-  TL_DEVICE_MEMBER StepStream(const StreamTask *tasks, const StepOrder &order, int n_slots, int cta, int warp, shared_t shared)
-      : tasks(tasks),
-        order(order),
-        ring(shared + warp * n_slots * kSlotBytes),
-        full(shared + kWarps * n_slots * kSlotBytes + warp * n_slots * 8),
-        n_slots(n_slots),
-        cta(cta),
-        asked(warp, 1 << 30, 0, 0) {
-    if (lane_id() == 0)
+// A slot, and the phase that its barriers are in.
+struct RingPlace {
+  int slot = 0, parity = 0;
+  TL_DEVICE_MEMBER void advance(int n, int n_slots) {
+    slot += n;
 #pragma unroll 1
-      for (int s = 0; s < n_slots; s++) barrier_init(full + s * 8, 1);
-    barrier_init_done();
-    __syncwarp();
-    open(warp);
-#pragma unroll 1
-    for (int s = 0; s < n_slots; s++) request(warp);
-  }
-
-  // Sets out on a task's share.
-  TL_DEVICE_MEMBER void open(int warp) {
-    const StreamTask &t = tasks[task];
-    const CtaShare share = share_of(cta, t.units_each, t.units_more, t.unit_panels);
-    weights = t.data + (int64_t)share.first_panel * t.panel_bytes;
-    n_chunks = t.n_chunks;
-    panel_bytes = t.panel_bytes;
-    parts = t.parts;
-    chunk_bytes = t.parts * kSlotBytes;
-    end = cta < t.n_ctas ? share.n_panels * t.panel_bytes : 0;
-    if (end) asked = ChunkWalk(warp, n_chunks, chunk_bytes, panel_bytes);
-  }
-
-  // Asks for the next part of this or a later task, if there is one.
-  TL_DEVICE_MEMBER void request(int warp) {
-#pragma unroll 1
-    while (end == 0 || asked.at >= end) {
-      if (task + 1 >= order.n_tasks) return;
-      order.next(task, round);
-      open(warp);
-    }
-    const int in_chunk = part * kSlotBytes, left = panel_bytes - asked.chunk * chunk_bytes - in_chunk, nbytes = min(max(left, 0), kSlotBytes);
-    if (lane_id() == 0) {
-      barrier_arrive_expecting(full + to * 8, nbytes);
-      if (nbytes) copy_bulk(ring + to * kSlotBytes, weights + (uint32_t)(asked.at + in_chunk), nbytes, full + to * 8);
-    }
-    to = to + 1 < n_slots ? to + 1 : 0;
-    if (++part < parts) return;
-    part = 0;
-    asked.next(n_chunks, chunk_bytes, panel_bytes);
-  }
-
-  // The part that is read next, once it is there; `done` when the warp has read it.
-  TL_DEVICE_MEMBER shared_t wait() {
-    barrier_wait(full + from * 8, parity);
-    return ring + from * kSlotBytes;
-  }
-  TL_DEVICE_MEMBER void done() {
-    __syncwarp();
-    request(__shfl_sync(0xffffffffu, warp_id(), 0));
-    if (++from < n_slots) return;
-    from = 0;
-    parity ^= 1;
+    while (slot >= n_slots) slot -= n_slots, parity ^= 1;
   }
 };
+
+struct Ring {
+  shared_t slots, full, empty;
+  int n_slots;
+  TL_DEVICE_MEMBER Ring(shared_t shared, int n_slots)
+      : slots(shared), full(shared + n_slots * kSlotBytes), empty(full + n_slots * 8), n_slots(n_slots) {}
+  // By one thread, before a barrier of the CTA.
+  TL_DEVICE_MEMBER void init() const {
+    for (int i = 0; i < n_slots; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 1);
+    barrier_init_done();
+  }
+  TL_DEVICE_MEMBER shared_t wait(const RingPlace &at) const {
+    barrier_wait(full + at.slot * 8, at.parity);
+    return slots + at.slot * kSlotBytes;
+  }
+  // By a warp that has read a slot.
+  TL_DEVICE_MEMBER void done(const RingPlace &at) const {
+    __syncwarp();
+    if (lane_id() == 0) barrier_arrive(empty + at.slot * 8);
+  }
+  TL_DEVICE_MEMBER void request(RingPlace &at, const uint8_t *from, int nbytes) const {
+    barrier_wait(empty + at.slot * 8, at.parity ^ 1);
+    barrier_arrive_expecting(full + at.slot * 8, nbytes);
+    copy_bulk(slots + at.slot * kSlotBytes, from, nbytes, full + at.slot * 8);
+    at.advance(1, n_slots);
+  }
+};
+
+TL_BOTH int page_slots(const KvLayer &kv) { return 2 * kv.k_nbytes > kSlotBytes ? 2 : 1; }
+
+// The panels of a product, item by item.
+TL_DEVICE void request_weights(const Ring &ring, RingPlace &at, const StepTask &t) {
+  const StepProduct &p = t.product;
+  const CtaShare share = share_of(p, blockIdx.x);
+  const int block_bytes = p.weight.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
+  const int panel_bytes = p.n_blocks * block_bytes;
+  const uint8_t *panel = p.weight.data + (int64_t)share.first_panel * panel_bytes;
+#pragma unroll 1
+  for (int i = 0; i < share.n_panels; i++, panel += panel_bytes)
+#pragma unroll 1
+    for (int begin = 0; begin < panel_bytes; begin += item_bytes) ring.request(at, panel + begin, min(item_bytes, panel_bytes - begin));
+}
+
+// The pages that the CTA's chunks read, chunk by chunk.
+TL_DEVICE void request_pages(const Ring &ring, RingPlace &at, const StepTask &t, const Keys &keys, const int32_t *table) {
+  const StepAttention &a = t.attention;
+  const KvLayer &kv = a.attend.place.kv;
+#pragma unroll 1
+  for (int unit = blockIdx.x / a.n_ranks; unit < a.n_units; unit += gridDim.x / a.n_ranks) {
+    const int kv_head = unit % a.attend.place.n_kv_heads;
+    const CtaChunks chunks = chunks_of(a, keys, blockIdx.x % a.n_ranks);
+#pragma unroll 1
+    for (int chunk = chunks.first; chunk < chunks.end; chunk += a.n_ranks) {
+      int page[kPagesOfChunk];
+#pragma unroll
+      for (int j = 0; j < kPagesOfChunk; j++) page[j] = page_is_read(keys, chunk, j) ? table[chunk * kPagesOfChunk + j] : -1;
+#pragma unroll
+      for (int j = 0; j < kPagesOfChunk; j++) {
+        if (page[j] < 0) continue;
+        const uint8_t *k = k_of(kv, page[j], kv_head);
+        if (page_slots(kv) == 1) {
+          ring.request(at, k, 2 * kv.k_nbytes);
+        } else {
+          ring.request(at, k, kv.k_nbytes);
+          ring.request(at, k + kv.k_nbytes, kv.k_nbytes);
+        }
+      }
+    }
+  }
+}
+
 #endif
 
 }  // namespace tl

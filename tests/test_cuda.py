@@ -89,7 +89,7 @@ def test_prompts_give_the_same_bits_however_they_run(name, dtype, group_size, kv
     ("name", "dtype", "kv_mode", "loops", "window"),
     [
         ("shipped", "bf16", "fp16", 1, 0), ("shipped", "int8", "bf16", 5, 24), ("ouro", "f16", "fp16", 4, 0), ("qwen2", "bf16", "bf16", 2, 0),
-        ("huginn", "int8", "bf16", 3, 0), ("zero_init", "bf16", "int8", 3, 0), ("shipped", "bf16", "int4", 2, 20),
+        ("huginn", "int8", "bf16", 3, 0), ("zero_init", "bf16", "fp16", 3, 0), ("ouro", "bf16", "bf16", 6, 0),
     ],
 )  # fmt: skip
 def test_a_step_as_one_kernel_has_the_same_bits(name, dtype, kv_mode, loops, window, monkeypatch):

@@ -233,9 +233,8 @@ uint8_t *shared_memory(int cta) { return ctas[cta].shared; }
 
 void sync_cta(int id, int n_threads) { meet(ctas[current->cta].named[id], n_threads ? n_threads : (int)(fibers.size() / ctas.size())); }
 void sync_cluster() { meet(cluster_meetings[current->cta / current->cluster_size], (int)(fibers.size() / cluster_meetings.size())); }
-void wait_for(const unsigned long long *counter, unsigned long long n) {
-  static_assert(sizeof *counter == sizeof(uint64_t), "what fibers wait for is a word");
-  while (*counter < n) wait_until_changed(*(const uint64_t *)counter);
+void wait_for(const uint64_t *word, uint64_t value) {
+  while (*word != value) wait_until_changed(*word);
 }
 
 void meet_warp(int kind, const void *in, int in_nbytes, void *out, int out_nbytes, void (*combine)(const uint8_t (*)[64], uint8_t (*)[64])) {

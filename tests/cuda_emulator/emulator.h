@@ -18,6 +18,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 
@@ -62,7 +63,7 @@ extern Thread *current;
 void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool together, const std::function<void()> &body);
 // The same, now or, while a graph is recorded, with each launch of it.
 void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool together, const std::function<void()> &body);
-void wait_for(const unsigned long long *counter, unsigned long long n);
+void wait_for(const uint64_t *word, uint64_t value);  // until it has that
 
 uint8_t *shared_memory(int cta);
 void sync_cta(int id, int n_threads);
@@ -333,9 +334,19 @@ const T *of_cluster_rank(const T *p, int rank) {
 }
 inline void wait_for_previous_kernel() {}
 inline void let_next_kernel_start() {}
-inline void grid_arrive(unsigned long long *counter) { ++*counter; }
-inline unsigned long long grid_arrivals(const unsigned long long *counter) { return *counter; }
-inline void grid_wait(const unsigned long long *counter, unsigned long long n) { emulator::wait_for(counter, n); }
+inline void store_flagged(void *to, uint64_t data, uint64_t flag) {
+  const uint64_t word[2] = {data, flag};
+  memcpy(to, word, sizeof word);
+}
+template <int n, class At>
+void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
+  for (int i = 0; i < n && i < count; i++) {
+    const uint64_t *word = (const uint64_t *)at(i);
+    emulator::wait_for(word + 1, flag);
+    data[i] = *word;
+  }
+}
+inline void fence_bulk_copies() {}
 inline void sync_threads(int id, int n_threads) { emulator::sync_cta(id, n_threads); }
 
 }  // namespace tl
