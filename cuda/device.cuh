@@ -22,7 +22,6 @@
 
 #define TL_DEVICE static __device__ __forceinline__
 #define TL_DEVICE_MEMBER __device__ __forceinline__
-#define TL_DEVICE_CALL static __device__ __noinline__  // with registers of its own
 #define TL_BOTH static __host__ __device__ __forceinline__
 
 namespace tl {
@@ -147,6 +146,9 @@ TL_DEVICE uint2 load_shared8(shared_t p) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
   return v;
 }
+TL_DEVICE void store_shared16(shared_t p, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 TL_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `pending` of this thread's latest groups are still under way.
 template <int pending>
@@ -160,6 +162,9 @@ TL_DEVICE void barrier_init(shared_t barrier, int n_arrivals) {
 }
 TL_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 TL_DEVICE void barrier_arrive(shared_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+TL_DEVICE void barrier_arrive(shared_t barrier, int n) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
+}
 TL_DEVICE void barrier_arrive_expecting(shared_t barrier, int nbytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(nbytes) : "memory");
 }

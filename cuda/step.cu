@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <utility>
 
 #include "host.h"
 #include "step_attend.cuh"
@@ -26,87 +27,91 @@ namespace tl {
 namespace {
 
 constexpr int kStepThreads = kThreads + 32;  // and the warp that streams
-constexpr int kMinSlots = 8, kMaxTasks = 1024;
+constexpr int kMinSlots = 2 * kPagesOfChunk * 2, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;                 // fewer do not pay
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
+static_assert(kMinSlots >= kWarps, "see Ring");
 
 struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
   int32_t n_slots;
-  int32_t tasks_at, partial_at, attention_at;  // in shared memory, behind the ring and the operand
-  int32_t operand_at, norm_at;
+  int32_t tasks_at, operand_at, partial_at, norm_at, attention_at, attention_nbytes;  // in shared memory, behind the ring
   uint8_t *channels, *states;
   int32_t channel_nbytes;
   unsigned long long *counter;  // of CTAs that have begun a step
 };
 
 #if TL_HOPPER
-TL_DEVICE void request_task(StepTask *to, const StepTask *from) {
-  for (int i = threadIdx.x * 16; i < (int)sizeof(StepTask); i += kThreads * 16) copy16_async((uint8_t *)to + i, (const uint8_t *)from + i);
-  commit_copies();
+
+// The page table of an attention: each stage has one.
+TL_DEVICE const int32_t *table_of(const StepArgs &a, const int32_t *tables, const StepAttention &t, int round) {
+  return tables + (int64_t)(t.attend.place.rows.stage + round * a.order.n_stages) * a.rows.table_stride;
 }
 
-TL_DEVICE const int32_t *table_of(const StepArgs &a, const StepTask &t, int round) {
-  const Rows &r = a.rows;
-  return r.page_table[r.seq[0]] + (int64_t)(t.attention.attend.place.rows.stage + round * a.order.n_stages) * r.table_stride;
-}
-
-TL_DEVICE void stream_step(const StepArgs &a, const Ring &ring, int pos) {
+// By one thread: all that the CTA reads of memory that no task of the step writes.
+TL_DEVICE void stream_step(const StepArgs &a, const Ring &ring, const TaskRing &held, int pos, const int32_t *tables) {
   RingPlace at;
-  int task = 0, round = 0;
+  int task = 0, round = 0, asked = 0, asked_round = 0;
+  for (int n = 0; n < kTasksAhead && asked < a.order.n_tasks; n++) {
+    held.request(n, a.tasks + asked);
+    a.order.next(asked, asked_round);
+  }
 #pragma unroll 1
-  while (task < a.order.n_tasks) {
-    const StepTask &t = a.tasks[task];
+  for (int n = 0; task < a.order.n_tasks; n++) {
+    const StepTask &t = held.wait(n);
     if (!t.attends)
-      request_weights(ring, at, t);
+      request_weights(ring, at, t.product);
     else if (pos >= 0)
-      request_pages(ring, at, t, keys_of(pos, t.attention.attend.window), table_of(a, t, round));
+      request_pages(ring, at, t.attention, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
     a.order.next(task, round);
+    if (asked >= a.order.n_tasks) continue;
+    held.request(n + kTasksAhead, a.tasks + asked);
+    a.order.next(asked, asked_round);
   }
 }
 
 template <class Kv>
 __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   uint8_t *shared = shared_memory<uint8_t>();
-  StepTask *held = (StepTask *)(shared + a.tasks_at);  // three: the one that runs, the next, and one that slow threads still read
-  unsigned long long *step = (unsigned long long *)(held + 3);
+  const TaskRing held(shared + a.tasks_at);
   const Ring ring(shared_of(shared), a.n_slots);
+  unsigned long long *step = (unsigned long long *)(shared + a.tasks_at + kTaskRingBytes);
   wait_for_previous_kernel();
   if (threadIdx.x == 0) {
     ring.init();
+    held.init();
+    barrier_init_done();
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
   }
+  for (int i = threadIdx.x * 16; i < a.attention_nbytes; i += kStepThreads * 16) *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
   __syncthreads();
   const int pos = a.rows.pos ? a.rows.pos[0] : -1;
+  const int32_t *tables = pos < 0 ? nullptr : a.rows.page_table[a.rows.seq[0]];
   if (threadIdx.x >= kThreads) {
-    if (lane_id() == 0) stream_step(a, ring, pos);
+    if (lane_id() == 0) stream_step(a, ring, held, pos, tables);
     return;
   }
 
   const StepMemory memory{shared + a.operand_at, (float *)(shared + a.partial_at), (float *)(shared + a.norm_at), (float *)(step + 2),
                           shared + a.attention_at};
   Handover hand{a.channels, a.channel_nbytes, (uint64_t)*step << kTaskBits};
-  request_task(held, a.tasks);
-  wait_copies<0>();
-  meet();
   RingPlace place;
   int task = 0, round = 0;
 #pragma unroll 1
   for (int n = 0; task < a.order.n_tasks; n++) {
-    const StepTask &t = held[n % 3];
-    int next = task, next_round = round;
-    a.order.next(next, next_round);
-    if (next < a.order.n_tasks) request_task(held + (n + 1) % 3, a.tasks + next);
-    const auto read_ahead = [] { wait_copies<0>(); };
+    const StepTask &t = held.wait(n);
+    // All threads are in this task, none reads the one before any more.
+    const auto settle = [&] {
+      if (threadIdx.x == 0 && n) held.free(n - 1);
+    };
     hand.flag++;
     if (t.attends)
-      run_attention<Kv>(t.attention, memory, a.states, hand, ring, place, pos, pos < 0 ? nullptr : table_of(a, t, round), read_ahead);
+      run_attention<Kv>(t.attention, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
-      run_product(t.product, memory, hand, ring, place, read_ahead);
-    task = next;
-    round = next_round;
+      run_product(t.product, memory, hand, ring, place, settle);
+    a.order.next(task, round);
   }
 }
 #else
@@ -154,14 +159,28 @@ class Channels {
   bool full_ = false;
 };
 
+// The row program, and where its rows come from. A row that is added may be read early where the task before did not leave it.
+void put_program(StepProduct &p, const RowProgram &program, int n, Channels &channels) {
+  p.dim = program.dim;
+  p.eps = program.eps;
+  p.n_ops = program.n_ops;
+  p.tail = program.tail;
+  p.tail_stride = program.tail_stride;
+  for (int o = 0; o < program.n_ops; o++) {
+    const RowOp &op = program.op[o];
+    p.op[o] = {op.p, op.kind, kMemory};
+    if (op.kind == kRowNorm && p.n_early_norms < kEarlyNorms) p.early_norm[p.n_early_norms++] = op.p;
+    if (op.kind == kRowLoad || op.kind == kRowAdd) p.op[o].channel = channels.from(op.p, n);
+    if (op.kind == kRowAdd && !p.early && (p.op[o].channel.index < 0 || p.op[o].channel.back > 1)) p.early = o;
+  }
+}
+
 StepTask product_of(const GemvArgs &g, int n, int n_ctas, Channels &channels) {
   StepTask task;
   memset((void *)&task, 0, sizeof task);  // compared byte by byte
   StepProduct &p = task.product;
-  p.weight = g.weight;
-  p.bias = g.bias;
-  p.unit_panels = g.unit_panels;
   const int n_units = g.weight.n_out / kPanelRows / g.unit_panels;
+  p.unit_panels = g.unit_panels;
   p.n_ctas = std::min(n_units, n_ctas);
   p.units_each = n_units / p.n_ctas;
   p.units_more = n_units % p.n_ctas;
@@ -170,18 +189,16 @@ StepTask product_of(const GemvArgs &g, int n, int n_ctas, Channels &channels) {
   p.item_chunks = g.weight.dtype == TL_INT8 ? 2 : 1;
   p.n_items = (p.n_chunks + p.item_chunks - 1) / p.item_chunks;
   p.round_panels = std::max(1, kRoundBytes / (p.n_chunks * kPanelRows * 4) / g.unit_panels) * g.unit_panels;
-  p.source = g.source;
-  p.program = g.program;
-  p.program.token = p.program.pos = nullptr;  // of programs that do not run at the head of a product
+  p.weight = g.weight;
+  p.bias = g.bias;
   p.epilogue = g.epilogue;
   // What it reads, before what it writes: a program may read the row that the product's outputs replace.
+  if (g.program.n_ops) put_program(p, g.program, n, channels);
+  p.source = g.program.n_ops ? nullptr : g.source.data;
   p.operand = g.program.n_ops ? kMemory : channels.from(g.source.data, n);
-  if (g.epilogue.kind == kAddToRows) p.addend = channels.from(g.epilogue.addend, n);
-  else p.addend = kMemory;
-  for (int o = 0; o < kMaxRowOps; o++)
-    p.op[o] = o < g.program.n_ops && g.program.op[o].kind != kRowStore && g.program.op[o].p ? channels.from(g.program.op[o].p, n) : kMemory;
+  p.addend = g.epilogue.kind == kAddToRows ? channels.from(g.epilogue.addend, n) : kMemory;
   for (int o = 0; o < g.program.n_ops; o++)
-    if (g.program.op[o].kind == kRowStore) p.op[o] = channels.to(g.program.op[o].p, n);
+    if (g.program.op[o].kind == kRowStore) p.op[o].channel = channels.to(g.program.op[o].p, n);
   p.out = channels.to(g.epilogue.kind == kActivate ? g.epilogue.operand.data : g.epilogue.out, n);
   return task;
 }
@@ -195,6 +212,7 @@ StepTask attention_of(const AttendArgs &a, int n, int n_ctas, Channels &channels
   const int group = a.place.n_heads / a.place.n_kv_heads;
   t.n_units = a.place.n_kv_heads * ((group + kTileQueries - 1) / kTileQueries);
   t.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / t.n_units));
+  t.n_strides = n_ctas / t.n_ranks;
   Rows &rows = t.attend.place.rows;  // put in where it runs: rows share tasks
   rows.pos = rows.seq = nullptr;
   rows.page_table = nullptr;
@@ -251,7 +269,7 @@ bool suits(const tl_plan &plan, const std::vector<StepPart> &parts) {
   if (plan.desc.kv_dtype != TL_BF16 && plan.desc.kv_dtype != TL_F16) return false;
   if (plan.desc.head_dim % 4 || plan.desc.dim > 4 * kThreads * kStepQuads) return false;
   for (const StepPart &part : parts)
-    if (!part.attends && part.gemv.program.n_ops && part.gemv.program.op[0].kind != kRowLoad) return false;
+    if (!part.attends && part.gemv.program.n_ops && (part.gemv.program.op[0].kind != kRowLoad || part.gemv.program.n_ops > kMaxStepOps)) return false;
   return true;
 }
 
@@ -290,38 +308,40 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   const int n_ctas = context.n_multiprocessors;
   const Program program = program_of(parts, loops, n_ctas);
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
-  int operand = 0, partial = kRoundBytes, norm = kEarlyNorms * plan.dim_pad * 4, attention = 0;
+  int operand = 0, partial = kRoundBytes, norm = kEarlyNorms * plan.dim_pad * 4;
   StepArgs a = {};
   for (const StepTask &t : program.tasks) {
     if (t.attends) {
-      const StepAttention &s = t.attention;
-      const PlaceArgs &p = s.attend.place;
+      const PlaceArgs &p = t.attention.attend.place;
+      const int n_quads = merged_quads(std::min(p.n_heads / p.n_kv_heads, kTileQueries), p.kv.head_pad, t.attention.n_ranks);
       AttentionMemory m;
-      const int n_quads = merged_quads(std::min(p.n_heads / p.n_kv_heads, kTileQueries), p.kv.head_pad, s.n_ranks);
-      attention = std::max(attention, lay_out(m, nullptr, p.kv.head_pad, p.kv.k_nbytes, n_quads));
+      a.attention_nbytes = std::max(a.attention_nbytes, lay_out(m, nullptr, p.kv.head_pad, p.kv.k_nbytes, n_quads, 0));
     } else {
       operand = std::max(operand, t.product.n_blocks * 32);
       partial = std::max(partial, t.product.round_panels * t.product.n_chunks * kPanelRows * 4);
     }
   }
-  const int work = round_up(operand, 128) + round_up(partial, 128) + round_up(norm, 128) + round_up(attention, 128), tasks = 3 * (int)sizeof(StepTask) + 256;
-  a.n_slots = (context.max_shared_nbytes - work - tasks - 256) / (kSlotBytes + 16);
+  int at = 0;
+  const auto take = [&at](int nbytes) { return std::exchange(at, at + round_up(nbytes, 128)); };
+  a.tasks_at = take(kTaskRingBytes + 16 + 2 * kWarps * 4);
+  a.operand_at = take(operand);
+  a.partial_at = take(partial);
+  a.norm_at = take(norm);
+  a.attention_at = take(a.attention_nbytes);
+  a.n_slots = (context.max_shared_nbytes - at - 128) / (kSlotBytes + 16);
   if (a.n_slots < kMinSlots) return false;
+  const int ring = round_up(a.n_slots * (kSlotBytes + 16), 128);
+  for (int32_t *offset : {&a.tasks_at, &a.operand_at, &a.partial_at, &a.norm_at, &a.attention_at}) *offset += ring;
   a.tasks = placed(context, plan, program.tasks);
   if (!a.tasks) return false;
   a.order = program.order;
   for (const StepPart &part : parts)
     if (part.attends) a.rows = part.attend.place.rows;
-  a.tasks_at = round_up(a.n_slots * (kSlotBytes + 16), 128);
-  a.operand_at = round_up(a.tasks_at + tasks, 128);
-  a.partial_at = a.operand_at + round_up(operand, 128);
-  a.norm_at = a.partial_at + round_up(partial, 128);
-  a.attention_at = a.norm_at + round_up(norm, 128);
   a.counter = (unsigned long long *)(plan.memory + plan.scratch.step);
   a.channels = plan.memory + plan.scratch.step + kCounterBytes + kProgramsBytes;
   a.channel_nbytes = (int32_t)channel_nbytes(plan);
   a.states = a.channels + kMaxChannels * channel_nbytes(plan);
-  const Shape shape{dim3(n_ctas), kStepThreads, a.attention_at + round_up(attention, 128), 1, true};
+  const Shape shape{dim3(n_ctas), kStepThreads, ring + at, 1, true};
   launcher.launch(plan.desc.kv_dtype == TL_BF16 ? run_step<Bf16> : run_step<F16>, shape, a);
   return true;
 }

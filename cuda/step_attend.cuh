@@ -1,5 +1,5 @@
-// Attention of one row, as a task of a step (step.cu). The CTAs of a unit, the queries of one KV head, take its key chunks in turn,
-// each chunk one warp; they hand the chunks' states to each other through flagged words, and each merges them in order for some of
+// Attention of one row, as a task of a step (step.cu). The CTAs of a unit, the queries of one KV head, take its key chunks in turn, each
+// chunk a team of four warps; they hand the chunks' states to each other through flagged words, and each merges them in order for some of
 // the dims. The functions, and so the bits, are those of attend.cuh.
 #pragma once
 
@@ -7,28 +7,27 @@
 
 namespace tl {
 
+constexpr int kStepTeams = 2, kStepTeamWarps = kPagesOfChunk;  // of a CTA; each warp scores a page
 constexpr int kMergeQuads = 8;  // of four dims, that a CTA merges at a time
-constexpr int kStateWords = 1;  // of a query's m and l, before those of its O
-
-// Of a chunk and a quad of dims, as it is merged.
-struct alignas(16) MergedQuad {
-  float o[4];
-};
+constexpr int kGroupsOfSpan = kSpanChunks / TL_CHUNK_GROUP;
+static_assert(kStepTeams * kStepTeamWarps == kWarps && kStepTeamWarps == kArrivals, "warps are the teams'");
 
 struct AttentionMemory {
-  uint8_t *q;        // tile of kTileQueries
-  uint8_t *zeros;    // stands for keys and values that are not read
-  float *raw, *head; // (kWarps, head_pad) each
+  uint8_t *q;         // tile of kTileQueries
+  uint8_t *zeros;     // stands for keys and values that are not read
+  float *raw, *head;  // (kWarps, head_pad) each
   uint4 *new_k, *new_v;
-  MergedQuad *o;     // (kMergeQuads, kSpanChunks)
-  float2 *ml;        // the same: m and l
-  float *total;      // (6, quads of the CTA): m, l, o[4] of the groups that are closed
+  uint4 *p;           // (pages, 32) of the team
+  float *top;         // (pages, kTileQueries) of the team
+  float4 *o, *state;  // (kMergeQuads, kSpanChunks): O of a quad; l, and the factors of what is there and of the chunk
+  float *group_m;     // (kMergeQuads, kGroupsOfSpan)
+  float *total;       // (6, quads of the CTA): m, l, o[4] of the groups that are closed
 };
 
 // Quads of a unit that each of its CTAs merges.
 TL_BOTH int merged_quads(int n_queries, int head_pad, int n_ranks) { return (n_queries * head_pad / 4 + n_ranks - 1) / n_ranks; }
 
-TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, int head_pad, int k_nbytes, int n_quads) {
+TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, int head_pad, int k_nbytes, int n_quads, int team) {
   int at = 0;
   const auto take = [&](int nbytes) {
     uint8_t *p = base + at;
@@ -41,39 +40,46 @@ TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, int head_pad, int k_nbyte
   m.head = (float *)take(kWarps * head_pad * 4);
   m.new_k = (uint4 *)take(head_pad * 2);
   m.new_v = (uint4 *)take(head_pad * 2);
-  m.o = (MergedQuad *)take(kMergeQuads * kSpanChunks * sizeof(MergedQuad));
-  m.ml = (float2 *)take(kMergeQuads * kSpanChunks * sizeof(float2));
+  m.p = (uint4 *)take(kStepTeams * kPagesOfChunk * 512) + team * kPagesOfChunk * 32;
+  m.top = (float *)take(kStepTeams * kPagesOfChunk * kTileQueries * 4) + team * kPagesOfChunk * kTileQueries;
+  m.o = (float4 *)take(kMergeQuads * kSpanChunks * 16);
+  m.state = (float4 *)take(kMergeQuads * kSpanChunks * 16);
+  m.group_m = (float *)take(kMergeQuads * kGroupsOfSpan * 4);
   m.total = (float *)take(6 * n_quads * 4);
   return at;
 }
 
-// Bytes of the words that all units hand over: states of two spans' chunks.
-TL_BOTH int64_t state_words(int head_pad) { return kStateWords + head_pad / 2; }
+// Words of a query's state: m and l, then O two dims a word.
+TL_BOTH int state_words(int head_pad) { return 1 + head_pad / 2; }
+// Of the states that all units hand over, of two spans' chunks.
 inline uint64_t states_nbytes(int n_heads, int head_pad) { return (uint64_t)n_heads * 2 * kSpanChunks * state_words(head_pad) * 16; }
 
 #if TL_HOPPER
 
-// Which queries a CTA works for, and where their states lie.
+// Which queries a CTA works for, and where their states lie: (2 kSpanChunks, n_queries, state_words).
 struct Unit {
-  int kv_head, first_head, n_queries, rank;
-  uint8_t *states;  // (2 kSpanChunks, n_queries, state_words)
+  int kv_head, first_head, n_queries, rank, chunk_bytes, query_bytes;
+  bool stores;  // the row's k and v
+  uint8_t *states;
 };
 
 TL_DEVICE Unit unit_of(const StepAttention &t, int unit, uint8_t *states) {
   const PlaceArgs &p = t.attend.place;
-  const int group = p.n_heads / p.n_kv_heads, sub = unit / p.n_kv_heads, first = sub * min(group, kTileQueries);
+  const int group = p.n_heads / p.n_kv_heads, sub = unit / p.n_kv_heads, first = sub * kTileQueries;
   Unit u;
-  u.kv_head = unit % p.n_kv_heads;
+  u.kv_head = unit - sub * p.n_kv_heads;
   u.first_head = u.kv_head * group + first;
   u.n_queries = min(group - first, kTileQueries);
   u.rank = blockIdx.x % t.n_ranks;
-  u.states = states + (int64_t)u.first_head * 2 * kSpanChunks * state_words(p.kv.head_pad) * 16;
+  u.stores = sub == 0;
+  u.query_bytes = state_words(p.kv.head_pad) * 16;
+  u.chunk_bytes = u.n_queries * u.query_bytes;
+  u.states = states + (int64_t)u.first_head * 2 * kSpanChunks * u.query_bytes;
   return u;
 }
 
-TL_DEVICE uint8_t *state_of(const Unit &u, int chunk, int query, int head_pad) {
-  return u.states + ((int64_t)(chunk % (2 * kSpanChunks)) * u.n_queries + query) * state_words(head_pad) * 16;
-}
+// The flag of a chunk's state: words are used again within a task, for the chunk two spans on.
+TL_DEVICE uint64_t state_flag(const Handover &hand, int chunk) { return hand.flag | (uint64_t)(chunk / (2 * kSpanChunks)) << kFlagBits; }
 
 // The heads of the row: q to the tile; where this CTA has the row's own chunk also k and v, kept beside the page they go to.
 template <class Kv>
@@ -88,7 +94,7 @@ TL_DEVICE void place_heads(const StepAttention &t, const Unit &u, const Attentio
     const int head = part < 0 ? u.first_head + i : p.n_heads + part * p.n_kv_heads + u.kv_head;
     if (t.qkv.index >= 0) {
       uint64_t word[kMaxHeadDim / 64];
-      const uint8_t *from = hand.words(t.qkv) + ((int64_t)head * n_words + lane) * 16;
+      const uint8_t *from = hand.words(t.qkv) + (head * n_words + lane) * 16;
       const int mine = max(0, (n_words - lane + 31) / 32);
       await_words(word, mine, hand.flag - t.qkv.back, [&](int j) { return from + j * 512; });
 #pragma unroll
@@ -99,13 +105,13 @@ TL_DEVICE void place_heads(const StepAttention &t, const Unit &u, const Attentio
     finish_head(p, t.qkv.index >= 0 ? raw : raw_head(p, 0, head), head, angle, 0.0f, v);
     const int dim = lane * 8;
     if (dim < head_pad) {
-      const uint4 rounded = round_eight(p.kv.dtype, v + dim);
+      const uint4 rounded = round_eight(Kv::kDtype, v + dim);
       if (part < 0) {
         *(uint4 *)((uint16_t *)m.q + k_index(i, dim)) = rounded;
       } else {
         (part ? m.new_v : m.new_k)[lane] = rounded;
         uint8_t *to = part ? v_of(p.kv, page, u.kv_head) : k_of(p.kv, page, u.kv_head);
-        if (u.first_head % (p.n_heads / p.n_kv_heads) == 0) {
+        if (u.stores) {
           *(uint4 *)((uint16_t *)to + (part ? v_index(slot, dim) : k_index(slot, dim))) = rounded;
           count_clamped(p, v + dim);
         }
@@ -115,191 +121,216 @@ TL_DEVICE void place_heads(const StepAttention &t, const Unit &u, const Attentio
   }
 }
 
-// This warp's pages of a chunk, each as the address of its keys and of its values; `place` moves behind them.
-struct ChunkPages {
-  RingPlace place[kPagesOfChunk];
-  shared_t k[kPagesOfChunk], v[kPagesOfChunk];
-  bool there[kPagesOfChunk];
-};
-
-TL_DEVICE void await_pages(ChunkPages &c, const Ring &ring, RingPlace place, const KvLayer &kv, const Keys &keys, int chunk, shared_t zeros) {
-  const int n = page_slots(kv);
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) {
-    c.there[j] = page_is_read(keys, chunk, j);
-    c.place[j] = place;
-    c.k[j] = c.v[j] = zeros;
-    if (!c.there[j]) continue;
-    c.k[j] = ring.wait(place);
-    c.v[j] = c.k[j] + kv.k_nbytes;
-    place.advance(1, ring.n_slots);
-    if (n == 1) continue;
-    c.v[j] = ring.wait(place);
-    place.advance(1, ring.n_slots);
-  }
-}
-
-TL_DEVICE void free_pages(const ChunkPages &c, const Ring &ring, const KvLayer &kv) {
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) {
-    if (!c.there[j]) continue;
-    RingPlace place = c.place[j];
-    ring.done(place);
-    if (page_slots(kv) == 1) continue;
-    place.advance(1, ring.n_slots);
-    ring.done(place);
-  }
-}
-
-TL_DEVICE void store_shared16(shared_t to, uint4 v) {
-#if defined(TL_EMULATOR)
-  *(uint4 *)to = v;
-#else
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#endif
-}
-
-// The row's own keys and values into the copy of its page.
-TL_DEVICE void insert_own(const ChunkPages &c, const AttentionMemory &m, int head_pad, int pos) {
-  const int slot = pos % TL_PAGE_POSITIONS, dim = lane_id() * 8;
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) {
-    if (j != pos % TL_KEY_CHUNK / TL_PAGE_POSITIONS || dim >= head_pad) continue;
-    store_shared16(c.k[j] + k_index(slot, dim) * 2, m.new_k[lane_id()]);
-    store_shared16(c.v[j] + v_index(slot, dim) * 2, m.new_v[lane_id()]);
+// The row's own keys and values into the copy of its page. By one warp.
+TL_DEVICE void insert_own(shared_t k, shared_t v, const AttentionMemory &m, int head_pad, int slot) {
+  const int dim = lane_id() * 8;
+  if (dim < head_pad) {
+    store_shared16(k + k_index(slot, dim) * 2, m.new_k[lane_id()]);
+    store_shared16(v + v_index(slot, dim) * 2, m.new_v[lane_id()]);
     fence_bulk_copies();
   }
   __syncwarp();
 }
 
-// The flag of a chunk's state: words are used again within a task, for the chunk two spans on.
-TL_DEVICE uint64_t state_flag(const Handover &hand, int chunk) { return hand.flag | (uint64_t)(chunk / (2 * kSpanChunks)) << kFlagBits; }
-
-// A chunk's state for all queries of the unit, to whoever merges it.
+// A chunk's state for all queries of the unit, to whoever merges it. By a team; `place` is where the chunk's pages begin in the ring.
 template <class Kv>
-TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const ChunkPages &c, const Keys &keys,
-                            int chunk) {
-  const int head_pad = t.attend.place.kv.head_pad, lane = lane_id(), first = chunk * TL_KEY_CHUNK;
-  float s[kPagesOfChunk][2][4], top[2], l[2];
-  shared_t k[kPagesOfChunk];
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) k[j] = c.k[j] + lane * 16;
-  score_pages<Kv, kPagesOfChunk>(s, shared_of(m.q) + lane * 16, k, head_pad / 16);
-  if (keys.first > first || keys.end < first + TL_KEY_CHUNK)
-#pragma unroll
-    for (int j = 0; j < kPagesOfChunk; j++) {
-      const int page = first + j * TL_PAGE_POSITIONS, lo[2] = {keys.first - page, keys.first - page}, hi[2] = {keys.end - page, keys.end - page};
-      mask_page(s[j], lo, hi);
-    }
-#pragma unroll
-  for (int h = 0; h < 2; h++) top[h] = chunk_maximum<Kv>(row_maximum<Kv>(lane_maximum<Kv>(s, h)), t.attend.scale);
-  uint32_t p[kPagesOfChunk][4];
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) soften_page<Kv>(p[j], s[j], top, t.attend.scale);
-#pragma unroll
-  for (int h = 0; h < 2; h++) l[h] = sum_of_p<Kv>(p, h);
-  const uint64_t flag = state_flag(hand, chunk);
-  uint8_t *to[2];
+TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const Ring &ring, const RingPlace &place,
+                            const Keys &keys, int chunk, int pos) {
+  const KvLayer &kv = t.attend.place.kv;
+  const int w = warp_id() % kStepTeamWarps, lane = lane_id(), team_barrier = kTaskBarrier + 1 + warp_id() / kStepTeamWarps, head_pad = kv.head_pad;
+  const int n_slots = page_slots(kv), k_nbytes = kv.k_nbytes;
+  const PagesRead read = pages_of(keys, chunk);
+  const auto page_place = [&](int j, int more) {
+    RingPlace at = place;
+    at.advance((j - read.first) * n_slots + more, ring.n_slots);
+    return at;
+  };
+  const auto is_read = [&](int j) { return j >= read.first && j < read.first + read.n; };
+  const float scale = t.attend.scale;
+  float s[1][2][4], (&x)[2][4] = s[0];
+  shared_t k[1] = {shared_of(m.zeros)};
+  const int page_first = chunk * TL_KEY_CHUNK + w * TL_PAGE_POSITIONS;
+  if (is_read(w)) {
+    k[0] = ring.wait(page_place(w, 0));
+    const shared_t v = n_slots == 1 ? k[0] + k_nbytes : ring.wait(page_place(w, 1));
+    if (pos >= page_first && pos < page_first + TL_PAGE_POSITIONS) insert_own(k[0], v, m, head_pad, pos - page_first);
+  }
+  k[0] += lane * 16;
+  score_pages<Kv, 1>(s, shared_of(m.q) + lane * 16, k, head_pad / 16);
+  if (keys.first > page_first || keys.end < page_first + TL_PAGE_POSITIONS) {
+    const int lo[2] = {keys.first - page_first, keys.first - page_first}, hi[2] = {keys.end - page_first, keys.end - page_first};
+    mask_page(x, lo, hi);
+  }
+  float top[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    to[h] = state_of(u, chunk, lane / 4 + 8 * h, head_pad);
-    if (lane / 4 + 8 * h < u.n_queries && lane % 4 == 0) store_flagged(to[h], two_floats(top[h], l[h]), flag);
-    to[h] += (kStateWords + lane % 4) * 16;
+    top[h] = row_maximum<Kv>(lane_maximum<Kv>(s, h));
+    if (lane % 4 == 0) m.top[w * kTileQueries + lane / 4 + 8 * h] = top[h];
   }
-#pragma unroll 2
-  for (int b = 0; b < head_pad / 16; b++) {
+  sync_threads(team_barrier, kStepTeamWarps * 32);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float *all = m.top + lane / 4 + 8 * h;
+    top[h] = larger<Kv>(larger<Kv>(all[0], all[kTileQueries]), larger<Kv>(all[2 * kTileQueries], all[3 * kTileQueries]));
+    top[h] = chunk_maximum<Kv>(top[h], scale);
+  }
+  uint32_t p[kPagesOfChunk][4];
+  soften_page<Kv>(p[0], x, top, scale);
+  m.p[w * 32 + lane] = make_uint4(p[0][0], p[0][1], p[0][2], p[0][3]);
+  shared_t v[kPagesOfChunk];
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++)
+    v[j] = lane * 16 + (!is_read(j)      ? shared_of(m.zeros)
+                        : n_slots == 1   ? ring.address(page_place(j, 0)) + k_nbytes
+                                         : ring.address(page_place(j, 1)));
+  const uint64_t flag = state_flag(hand, chunk);
+  uint8_t *to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
+  sync_threads(team_barrier, kStepTeamWarps * 32);
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++) {
+    const uint4 four = m.p[j * 32 + lane];
+    p[j][0] = four.x, p[j][1] = four.y, p[j][2] = four.z, p[j][3] = four.w;
+  }
+  const bool exists[2] = {lane / 4 < u.n_queries, lane / 4 + 8 < u.n_queries};
+#pragma unroll 1
+  for (int b = w; b < head_pad / 16; b += kStepTeamWarps) {
     float o[2][4];
-    shared_t v[kPagesOfChunk];
+    shared_t block[kPagesOfChunk];
 #pragma unroll
-    for (int j = 0; j < kPagesOfChunk; j++) v[j] = c.v[j] + b * 512 + lane * 16;
-    weigh_block<Kv>(o, p, v);
+    for (int j = 0; j < kPagesOfChunk; j++) block[j] = v[j] + b * 512;
+    weigh_block<Kv>(o, p, block);
+    uint8_t *word = to + (1 + b * 8 + lane % 4) * 16;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {  // eight dims, rows lane / 4 and lane / 4 + 8
-      const int h = i % 2;
-      if (lane / 4 + 8 * h < u.n_queries) store_flagged(to[h] + (b * 8 + i / 2 * 4) * 16, two_floats(o[i / 2][2 * h], o[i / 2][2 * h + 1]), flag);
+    for (int h = 0; h < 2; h++) {  // rows lane / 4 and lane / 4 + 8, dims eight and eight
+      if (!exists[h]) continue;
+      store_flagged(word + h * 8 * u.query_bytes, two_floats(o[0][2 * h], o[0][2 * h + 1]), flag);
+      store_flagged(word + h * 8 * u.query_bytes + 64, two_floats(o[1][2 * h], o[1][2 * h + 1]), flag);
     }
+  }
+  if (w == kStepTeamWarps - 1) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float l = sum_of_p<Kv>(p, h);
+      if (exists[h] && lane % 4 == 0) store_flagged(to + h * 8 * u.query_bytes, two_floats(top[h], l), flag);
+    }
+  }
+  __syncwarp();
+  if (lane < read.n * n_slots) {
+    RingPlace at = place;
+    at.advance(lane, ring.n_slots);
+    ring.free(at, 1);
   }
 }
 
-// Merges the span's chunks begin .. end - 1 into the totals of this CTA's quads.
-TL_DEVICE void merge_span(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, int begin, int end) {
-  const int head_pad = t.attend.place.kv.head_pad, per_query = head_pad / 4, n_all = u.n_queries * per_query, n_chunks = end - begin;
-  const int n_quads = merged_quads(u.n_queries, head_pad, t.n_ranks), first = u.rank * n_quads, n_mine = min(n_quads, n_all - first);
+// What this thread merges of a unit, where all the CTA's quads are merged at once.
+struct MergeShare {
+  int n_quads, n_mine, first;  // quads of every CTA, of this one, and its first one
+};
+TL_DEVICE MergeShare merge_share(const StepAttention &t, const Unit &u) {
+  const int per_query = t.attend.place.kv.head_pad / 4, n_quads = merged_quads(u.n_queries, t.attend.place.kv.head_pad, t.n_ranks);
+  return {n_quads, min(n_quads, u.n_queries * per_query - u.rank * n_quads), u.rank * n_quads};
+}
+
+// Factors of the groups' chunks: a thread a chunk, sixteen a group and quad.
+TL_DEVICE void find_factors(const AttentionMemory &m, int begin, int n_chunks, int n) {
+  const int c = threadIdx.x % TL_CHUNK_GROUP;
 #pragma unroll 1
-  for (int base = 0; base < n_mine; base += kMergeQuads) {
-    const int n = min(kMergeQuads, n_mine - base);
+  for (int item = threadIdx.x / TL_CHUNK_GROUP; item < kMergeQuads * kGroupsOfSpan; item += kThreads / TL_CHUNK_GROUP) {
+    const int quad = item % kMergeQuads, group = item / kMergeQuads, chunk = group * TL_CHUNK_GROUP + c - begin % TL_CHUNK_GROUP;
+    if (group * TL_CHUNK_GROUP - begin % TL_CHUNK_GROUP >= n_chunks) break;
+    const bool alive = chunk >= 0 && chunk < n_chunks && quad < n;
+    float4 *state = m.state + quad * kSpanChunks + chunk;
+    float2 ml = make_float2(kMasked, 0.0f);
+    if (alive) ml = *(const float2 *)state;
+    float top = ml.x;
+#pragma unroll
+    for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
+      if (c >= d) top = fmaxf(top, other);
+    }
+    const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
+    const MergeFactors f = merge_factors(c ? left : kMasked, ml.x);
+    if (alive) *state = make_float4(ml.y, f.earlier, f.later, 0.0f);
+    if (c == TL_CHUNK_GROUP - 1 && quad < n) m.group_m[quad * kGroupsOfSpan + group] = top;
+  }
+}
+
+// One quad's groups of the span, in order, into its total. By one thread.
+TL_DEVICE void merge_quad(const AttentionMemory &m, int quad, float *total, int stride, int begin, int n_chunks) {
+  float total_m = total[0], total_l = total[stride], sum[4];
+#pragma unroll
+  for (int d = 0; d < 4; d++) sum[d] = total[(2 + d) * stride];
+  const float4 *state = m.state + quad * kSpanChunks, *o = m.o + quad * kSpanChunks;
+  int c = 0;
+#pragma unroll 1
+  for (int group = 0; c < n_chunks; group++) {
+    const float group_m = m.group_m[quad * kGroupsOfSpan + group];
+    const int end = min(n_chunks, (group + 1) * TL_CHUNK_GROUP - begin % TL_CHUNK_GROUP);
+    float l = 0.0f, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+    for (; c < end; c++) {
+      const float4 s = state[c], y = o[c];
+      const MergeFactors f = {s.y, s.z};
+      l = merge_value(l, s.x, f);
+      x[0] = merge_value(x[0], y.x, f);
+      x[1] = merge_value(x[1], y.y, f);
+      x[2] = merge_value(x[2], y.z, f);
+      x[3] = merge_value(x[3], y.w, f);
+    }
+    if (group_m == kMasked) continue;
+    const MergeFactors f = merge_factors(total_m, group_m);
+    total_l = merge_value(total_l, l, f);
+#pragma unroll
+    for (int d = 0; d < 4; d++) sum[d] = merge_value(sum[d], x[d], f);
+    total_m = fmaxf(total_m, group_m);
+  }
+  total[0] = total_m;
+  total[stride] = total_l;
+#pragma unroll
+  for (int d = 0; d < 4; d++) total[(2 + d) * stride] = sum[d];
+}
+
+// Merges the span's chunks begin .. end - 1 into the totals of this CTA's quads.
+TL_DEVICE void merge_span(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share, int begin, int end) {
+  const int per_query = t.attend.place.kv.head_pad / 4, n_chunks = end - begin, quad = threadIdx.x % kMergeQuads;
+#pragma unroll 1
+  for (int base = 0; base < share.n_mine; base += kMergeQuads) {
+    const int n = min(kMergeQuads, share.n_mine - base), all = share.first + base + quad, query = all / per_query;
+    const int at = query * u.query_bytes, o_at = (1 + (all - query * per_query) * 2) * 16;
     if (base) meet();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < n_chunks * kMergeQuads; i += kThreads) {
-      const int quad = i % kMergeQuads, chunk = i / kMergeQuads, all = first + base + quad;
-      if (quad >= n) continue;
-      const uint8_t *state = state_of(u, begin + chunk, all / per_query, head_pad);
+    for (int chunk = threadIdx.x / kMergeQuads; chunk < n_chunks && quad < n; chunk += kThreads / kMergeQuads) {
+      const uint8_t *state = u.states + (begin + chunk) % (2 * kSpanChunks) * u.chunk_bytes + at;
       uint64_t word[3];
-      const int o_at = (kStateWords + all % per_query * 2) * 16;
       await_words(word, 3, state_flag(hand, begin + chunk), [&](int j) { return state + (j ? o_at + (j - 1) * 16 : 0); });
-      const int at = quad * kSpanChunks + chunk;
-      m.ml[at] = make_float2(low_float(word[0]), high_float(word[0]));
-      *(float4 *)m.o[at].o = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
+      *(float2 *)(m.state + quad * kSpanChunks + chunk) = make_float2(low_float(word[0]), high_float(word[0]));
+      m.o[quad * kSpanChunks + chunk] = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
     }
     meet();
-    const int quad = threadIdx.x;
-    if (quad >= n) continue;
-    float *total = m.total + base + quad;
-    float total_m = total[0], total_l = total[n_quads], total_o[4];
-#pragma unroll
-    for (int d = 0; d < 4; d++) total_o[d] = total[(2 + d) * n_quads];
-    const float2 *ml = m.ml + quad * kSpanChunks;
-    const MergedQuad *o = m.o + quad * kSpanChunks;
-#pragma unroll 1
-    for (int c = 0; c < n_chunks;) {
-      float group_m = kMasked, group_l = 0.0f, group_o[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      const int group_end = min(n_chunks, c + TL_CHUNK_GROUP - (begin + c) % TL_CHUNK_GROUP);
-#pragma unroll 4
-      for (; c < group_end; c++) {
-        const float2 x = ml[c];
-        const float4 y = *(const float4 *)o[c].o;
-        const MergeFactors f = merge_factors(group_m, x.x);
-        group_l = merge_value(group_l, x.y, f);
-        group_o[0] = merge_value(group_o[0], y.x, f);
-        group_o[1] = merge_value(group_o[1], y.y, f);
-        group_o[2] = merge_value(group_o[2], y.z, f);
-        group_o[3] = merge_value(group_o[3], y.w, f);
-        group_m = fmaxf(group_m, x.x);
-      }
-      if (group_m == kMasked) continue;
-      const MergeFactors f = merge_factors(total_m, group_m);
-      total_l = merge_value(total_l, group_l, f);
-#pragma unroll
-      for (int d = 0; d < 4; d++) total_o[d] = merge_value(total_o[d], group_o[d], f);
-      total_m = fmaxf(total_m, group_m);
-    }
-    total[0] = total_m;
-    total[n_quads] = total_l;
-#pragma unroll
-    for (int d = 0; d < 4; d++) total[(2 + d) * n_quads] = total_o[d];
+    find_factors(m, begin, n_chunks, n);
+    meet();
+    if ((int)threadIdx.x < n) merge_quad(m, threadIdx.x, m.total + base + threadIdx.x, share.n_quads, begin, n_chunks);
   }
 }
 
 // O / l of this CTA's quads, to the operand of the next product, padding included. By the threads that merged them.
-TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand) {
+TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share) {
   const AttendArgs &a = t.attend;
-  const int head_pad = a.place.kv.head_pad, head_dim = a.place.head_dim, per_query = head_pad / 4, n_all = u.n_queries * per_query;
-  const int n_quads = merged_quads(u.n_queries, head_pad, t.n_ranks), first = u.rank * n_quads, n_mine = min(n_quads, n_all - first);
+  const int head_dim = a.place.head_dim, per_query = a.place.kv.head_pad / 4;
+  if (threadIdx.x >= kMergeQuads) return;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
-    uint16_t *to = (uint16_t *)a.out.data;
-    *(uint32_t *)(to + operand_index(a.out, 0, column)) = low;
-    *(uint32_t *)(to + operand_index(a.out, 0, column + 2)) = high;
     if (t.out.index >= 0) store_flagged(hand.words(t.out) + column * 4, (uint64_t)high << 32 | low, hand.flag);
+    uint16_t *to = (uint16_t *)a.out.data;
+    *(uint32_t *)(to + operand_position(column)) = low;
+    *(uint32_t *)(to + operand_position(column + 2)) = high;
   };
 #pragma unroll 1
-  for (int base = 0; base < n_mine; base += kMergeQuads) {
-    const int quad = base + threadIdx.x;
-    if ((int)threadIdx.x >= kMergeQuads || quad >= n_mine) break;
-    const int all = first + quad, head = u.first_head + all / per_query, d = all % per_query * 4;
-    const float l = m.total[n_quads + quad], inverse = l != 0.0f ? 1.0f / l : 0.0f;
+  for (int quad = threadIdx.x; quad < share.n_mine; quad += kMergeQuads) {
+    const int all = share.first + quad, query = all / per_query, head = u.first_head + query, d = (all - query * per_query) * 4;
+    const float l = m.total[share.n_quads + quad], inverse = l != 0.0f ? 1.0f / l : 0.0f;
     float o[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) o[i] = l != 0.0f ? m.total[(2 + i) * n_quads + quad] * inverse : 0.0f;
+    for (int i = 0; i < 4; i++) o[i] = l != 0.0f ? m.total[(2 + i) * share.n_quads + quad] * inverse : 0.0f;
     if (d < head_dim) hand_on(head * head_dim + d, pack_pair(a.out.dtype, o[0], o[1]), pack_pair(a.out.dtype, o[2], o[3]));
     if (head == a.place.n_heads - 1 && d == 0)
 #pragma unroll 1
@@ -307,67 +338,52 @@ TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const Atten
   }
 }
 
-// The CTA's part of an attention. `read_ahead` returns when the next task is in shared memory.
-template <class Kv, class ReadAhead>
-TL_DEVICE void run_attention(const StepAttention &t, const StepMemory &memory, uint8_t *states, const Handover &hand, const Ring &ring, RingPlace &base,
-                             int pos, const int32_t *table, const ReadAhead &read_ahead) {
+// The CTA's part of an attention. `settle` is called after the first barrier.
+template <class Kv, class Settle>
+TL_DEVICE void run_attention(const StepAttention &t, uint8_t *memory, uint8_t *states, const Handover &hand, const Ring &ring, RingPlace &base, int pos,
+                             const int32_t *table, const Settle &settle) {
   const AttendArgs &a = t.attend;
   const KvLayer &kv = a.place.kv;
   const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
-  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), group = a.place.n_heads / a.place.n_kv_heads;
-  AttentionMemory m;
-  const int n_quads = merged_quads(min(group, kTileQueries), kv.head_pad, t.n_ranks);
-  lay_out(m, memory.attention, kv.head_pad, kv.k_nbytes, n_quads);
-  if ((int)blockIdx.x / t.n_ranks >= t.n_units) {
-    read_ahead();
-    return meet();
+  const KeyChunks chunks = chunks_of(keys);
+  const int team = warp_id() / kStepTeamWarps, own = pos / TL_KEY_CHUNK, n_ranks = t.n_ranks, n_slots = page_slots(kv);
+  int index = blockIdx.x / n_ranks;
+  if (index >= t.n_units) {
+    meet();
+    return settle();
   }
   Pairs angle;
   load_angles(angle, a.place, max(pos, 0));
+  AttentionMemory m;
+  lay_out(m, memory, kv.head_pad, kv.k_nbytes, merged_quads(min(a.place.n_heads / a.place.n_kv_heads, kTileQueries), kv.head_pad, n_ranks), team);
+  bool settled = false;
 #pragma unroll 1
-  for (int i = threadIdx.x * 16; i < kTileQueries * kv.head_pad * 2; i += kThreads * 16) *(uint4 *)(m.q + i) = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-  for (int i = threadIdx.x * 16; i < kv.k_nbytes; i += kThreads * 16) *(uint4 *)(m.zeros + i) = make_uint4(0, 0, 0, 0);
-  bool waited = false;
-#pragma unroll 1
-  for (int index = blockIdx.x / t.n_ranks; index < t.n_units; index += gridDim.x / t.n_ranks) {
+  for (; index < t.n_units; index += t.n_strides) {
     const Unit u = unit_of(t, index, states);
-    const CtaChunks chunks = chunks_of(t, keys, u.rank);
-    const int own = pos / TL_KEY_CHUNK, n_mine = merged_quads(u.n_queries, kv.head_pad, t.n_ranks);
-    const bool owns = pos >= 0 && (own - chunks.first) % t.n_ranks == 0;
-    meet();  // the zeros are there; no one reads the unit before
-    for (int i = threadIdx.x; i < 6 * n_mine; i += kThreads) m.total[i] = i < n_mine ? kMasked : 0.0f;
-    place_heads<Kv>(t, u, m, hand, angle, owns ? table[pos / TL_PAGE_POSITIONS] : -1, pos % TL_PAGE_POSITIONS, owns);
-    if (!waited) read_ahead();
-    waited = true;
+    const MergeShare share = merge_share(t, u);
+    const bool owns = pos >= 0 && (own - chunks.first - u.rank) % n_ranks == 0;
+    const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
+    if (settled) meet();  // no one reads the unit before any more
+    for (int i = threadIdx.x; i < 6 * share.n_quads; i += kThreads) m.total[i] = i < share.n_quads ? kMasked : 0.0f;
+    place_heads<Kv>(t, u, m, hand, angle, page, pos % TL_PAGE_POSITIONS, owns);
     meet();
-    RingPlace place = base;
-    int turn = 0;  // whose turn the next chunk is
-    const int first_chunk = keys.first / TL_KEY_CHUNK;
-    int chunk = chunks.first;
+    if (!settled) settle();
+    settled = true;
+    int turn = 0, chunk = chunks.first + u.rank;
 #pragma unroll 1
-    for (int begin = first_chunk; begin < chunks.end;) {
+    for (int begin = chunks.first; begin < chunks.end;) {
       const int end = min(chunks.end, (begin / kSpanChunks + 1) * kSpanChunks);
+      // A team that waits for a chunk has read the one two before: the ring holds two chunks, so no slot is two uses behind.
 #pragma unroll 1
-      for (; chunk < end; chunk += t.n_ranks, turn = (turn + 1) % kWarps) {
-        int n_pages = 0;
-#pragma unroll
-        for (int j = 0; j < kPagesOfChunk; j++) n_pages += page_is_read(keys, chunk, j);
-        if (turn == warp) {
-          ChunkPages c;
-          await_pages(c, ring, place, kv, keys, chunk, shared_of(m.zeros));
-          if (chunk == own) insert_own(c, m, kv.head_pad, pos);
-          attend_chunk<Kv>(t, u, m, hand, c, keys, chunk);
-          free_pages(c, ring, kv);
-        }
-        place.advance(n_pages * page_slots(kv), ring.n_slots);
+      for (; chunk < end; chunk += n_ranks, turn ^= 1) {
+        if (turn == team) attend_chunk<Kv>(t, u, m, hand, ring, base, keys, chunk, pos);
+        base.advance(pages_of(keys, chunk).n * n_slots, ring.n_slots);
       }
-      if (begin != first_chunk) meet();  // what the last span left to merge is read
-      merge_span(t, u, m, hand, begin, end);
+      if (begin != chunks.first) meet();  // what the last span left to merge is read
+      merge_span(t, u, m, hand, share, begin, end);
       begin = end;
     }
-    hand_attention(t, u, m, hand);
-    base = place;
+    hand_attention(t, u, m, hand, share);
   }
 }
 

@@ -1,6 +1,5 @@
-// How a step as one kernel reads memory: a warp of its own asks for the weights of the CTA's panels and its pages of K and V, task
-// after task, through one ring of shared memory, and never waits for anything but a free slot. Whatever the other warps wait for,
-// memory goes on.
+// How a step as one kernel reads memory: a thread of its own asks for each task's description, the weights of the CTA's panels and its
+// pages of K and V, task after task, and waits for nothing but free memory. Whatever the other warps wait for, memory goes on.
 #pragma once
 
 #include "step_task.cuh"
@@ -8,10 +7,14 @@
 namespace tl {
 
 constexpr int kSlotBytes = 8192;  // of the ring: an item of weights, or a page of a KV head (two slots where that is larger)
+constexpr int kArrivals = 4;      // that free a slot: of the warps of a team, or all of one warp
+constexpr int kHeldTasks = 8, kTasksAhead = 4;  // descriptions in shared memory; how far ahead they are asked for
+
+constexpr int kTaskRingBytes = kHeldTasks * (int)(sizeof(StepTask) + 16);
 
 #if TL_HOPPER
 
-// A slot, and the phase that its barriers are in.
+// A slot of a ring, and the phase that its barriers are in.
 struct RingPlace {
   int slot = 0, parity = 0;
   TL_DEVICE_MEMBER void advance(int n, int n_slots) {
@@ -28,31 +31,52 @@ struct Ring {
       : slots(shared), full(shared + n_slots * kSlotBytes), empty(full + n_slots * 8), n_slots(n_slots) {}
   // By one thread, before a barrier of the CTA.
   TL_DEVICE_MEMBER void init() const {
-    for (int i = 0; i < n_slots; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 1);
-    barrier_init_done();
+    for (int i = 0; i < n_slots; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, kArrivals);
   }
+  TL_DEVICE_MEMBER shared_t address(const RingPlace &at) const { return slots + at.slot * kSlotBytes; }
+  // Until what was asked for is there. A barrier tells only its latest phase from the one before it, so that the slot's last use must
+  // have ended first; who waits is never two uses ahead, see run_product and run_attention.
   TL_DEVICE_MEMBER shared_t wait(const RingPlace &at) const {
+    barrier_wait(empty + at.slot * 8, at.parity ^ 1);
     barrier_wait(full + at.slot * 8, at.parity);
-    return slots + at.slot * kSlotBytes;
+    return address(at);
   }
-  // By a warp that has read a slot.
-  TL_DEVICE_MEMBER void done(const RingPlace &at) const {
-    __syncwarp();
-    if (lane_id() == 0) barrier_arrive(empty + at.slot * 8);
-  }
+  // By one lane, n times for each slot in all: its warp has read the slot.
+  TL_DEVICE_MEMBER void free(const RingPlace &at, int n) const { barrier_arrive(empty + at.slot * 8, n); }
   TL_DEVICE_MEMBER void request(RingPlace &at, const uint8_t *from, int nbytes) const {
     barrier_wait(empty + at.slot * 8, at.parity ^ 1);
     barrier_arrive_expecting(full + at.slot * 8, nbytes);
-    copy_bulk(slots + at.slot * kSlotBytes, from, nbytes, full + at.slot * 8);
+    copy_bulk(address(at), from, nbytes, full + at.slot * 8);
     at.advance(1, n_slots);
+  }
+};
+
+// The descriptions of the tasks that run or are read for.
+struct TaskRing {
+  StepTask *tasks;
+  shared_t full, empty;
+  TL_DEVICE_MEMBER explicit TaskRing(uint8_t *shared)
+      : tasks((StepTask *)shared), full(shared_of(shared + kHeldTasks * sizeof(StepTask))), empty(full + kHeldTasks * 8) {}
+  TL_DEVICE_MEMBER void init() const {
+    for (int i = 0; i < kHeldTasks; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 1);
+  }
+  TL_DEVICE_MEMBER const StepTask &wait(int n) const {
+    barrier_wait(full + n % kHeldTasks * 8, n / kHeldTasks % 2);
+    return tasks[n % kHeldTasks];
+  }
+  TL_DEVICE_MEMBER void free(int n) const { barrier_arrive(empty + n % kHeldTasks * 8, 1); }
+  TL_DEVICE_MEMBER void request(int n, const StepTask *from) const {
+    const int slot = n % kHeldTasks;
+    barrier_wait(empty + slot * 8, n / kHeldTasks % 2 ^ 1);
+    barrier_arrive_expecting(full + slot * 8, sizeof(StepTask));
+    copy_bulk(shared_of(tasks + slot), from, sizeof(StepTask), full + slot * 8);
   }
 };
 
 TL_BOTH int page_slots(const KvLayer &kv) { return 2 * kv.k_nbytes > kSlotBytes ? 2 : 1; }
 
 // The panels of a product, item by item.
-TL_DEVICE void request_weights(const Ring &ring, RingPlace &at, const StepTask &t) {
-  const StepProduct &p = t.product;
+TL_DEVICE void request_weights(const Ring &ring, RingPlace &at, const StepProduct &p) {
   const CtaShare share = share_of(p, blockIdx.x);
   const int block_bytes = p.weight.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
   const int panel_bytes = p.n_blocks * block_bytes;
@@ -64,21 +88,23 @@ TL_DEVICE void request_weights(const Ring &ring, RingPlace &at, const StepTask &
 }
 
 // The pages that the CTA's chunks read, chunk by chunk.
-TL_DEVICE void request_pages(const Ring &ring, RingPlace &at, const StepTask &t, const Keys &keys, const int32_t *table) {
-  const StepAttention &a = t.attention;
+TL_DEVICE void request_pages(const Ring &ring, RingPlace &at, const StepAttention &a, const Keys &keys, const int32_t *table) {
   const KvLayer &kv = a.attend.place.kv;
+  const KeyChunks chunks = chunks_of(keys);
+  const int rank = blockIdx.x % a.n_ranks;
 #pragma unroll 1
-  for (int unit = blockIdx.x / a.n_ranks; unit < a.n_units; unit += gridDim.x / a.n_ranks) {
+  for (int unit = blockIdx.x / a.n_ranks; unit < a.n_units; unit += a.n_strides) {
     const int kv_head = unit % a.attend.place.n_kv_heads;
-    const CtaChunks chunks = chunks_of(a, keys, blockIdx.x % a.n_ranks);
 #pragma unroll 1
-    for (int chunk = chunks.first; chunk < chunks.end; chunk += a.n_ranks) {
+    for (int chunk = chunks.first + rank; chunk < chunks.end; chunk += a.n_ranks) {
+      const PagesRead read = pages_of(keys, chunk);
       int page[kPagesOfChunk];
 #pragma unroll
-      for (int j = 0; j < kPagesOfChunk; j++) page[j] = page_is_read(keys, chunk, j) ? table[chunk * kPagesOfChunk + j] : -1;
+      for (int j = 0; j < kPagesOfChunk; j++)
+        if (j < read.n) page[j] = table[chunk * kPagesOfChunk + read.first + j];
 #pragma unroll
       for (int j = 0; j < kPagesOfChunk; j++) {
-        if (page[j] < 0) continue;
+        if (j >= read.n) break;
         const uint8_t *k = k_of(kv, page[j], kv_head);
         if (page_slots(kv) == 1) {
           ring.request(at, k, 2 * kv.k_nbytes);

@@ -7,7 +7,10 @@
 namespace tl {
 
 constexpr int kMaxChannels = 8;
-constexpr int kSpanChunks = 64;   // key chunks whose states a unit of attention hands over at a time; whole groups
+constexpr int kMaxStepOps = 6;          // of a row program
+constexpr int kStepQuads = 2;           // of a thread: rows of up to 2,048 floats
+constexpr int kEarlyNorms = 2;          // of a program, whose weights are read ahead
+constexpr int kSpanChunks = 64;         // key chunks whose states a unit of attention hands over at a time; whole groups
 constexpr int kMaxRanks = kSpanChunks;  // CTAs of a unit: each has a chunk in a whole span
 static_assert(kSpanChunks % TL_CHUNK_GROUP == 0, "groups do not cross spans");
 
@@ -21,26 +24,36 @@ constexpr Channel kMemory = {-1, 0};
 // what a task counts for itself.
 constexpr int kTaskBits = 20, kFlagBits = 52;
 
+struct StepOp {  // of RowProgram; the first one loads
+  const float *p;
+  int32_t kind;
+  Channel channel;
+};
+
 struct StepProduct {
-  Matrix weight;
-  const float *bias;
   int32_t unit_panels;             // panels that stay together: 2 where gated
   int32_t units_each, units_more;  // units of every CTA, and CTAs that have one more
   int32_t n_ctas;                  // that have a share
   int32_t n_chunks, n_blocks;      // of a panel
   int32_t item_chunks, n_items;    // chunks of an item of the stream, and items of a panel
   int32_t round_panels;            // panels whose sums are held at a time
-  Operand source;                  // where the program is empty
-  Channel operand;
-  RowProgram program;
-  Channel op[kMaxRowOps];
+  int32_t dim, n_ops, early;       // of the program: values, operations, and the one among them whose row is there early, or 0
+  float eps;
+  int32_t n_early_norms, tail_stride;
+  const float *early_norm[kEarlyNorms];
+  const float *tail;               // appended to the operand: (dim,), or NULL
+  StepOp op[kMaxStepOps];
+  Matrix weight;
+  const float *bias;
+  const void *source;              // the operand, where there is no program
+  Channel operand, addend, out;
   Epilogue epilogue;
-  Channel addend, out;
 };
 
 struct StepAttention {
   AttendArgs attend;
   int32_t n_units, n_ranks;  // heads of K with up to kTileQueries queries; CTAs of each
+  int32_t n_strides;         // units that are worked on at once
   Channel qkv, out;
 };
 
@@ -73,17 +86,19 @@ TL_DEVICE CtaShare share_of(const StepProduct &p, int cta) {
   return {(cta * p.units_each + min(cta, p.units_more)) * p.unit_panels, (p.units_each + (cta < p.units_more)) * p.unit_panels};
 }
 
-// The key chunks of one CTA for a unit: first, first + n_ranks, ..., below end.
-struct CtaChunks {
+// The key chunks of a unit, and the pages of one of them that are read: `first` and those after it.
+struct KeyChunks {
   int first, end;
 };
-TL_DEVICE CtaChunks chunks_of(const StepAttention &a, const Keys &keys, int rank) {
-  return {keys.first / TL_KEY_CHUNK + rank, keys.end ? (keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK : 0};
-}
+TL_DEVICE KeyChunks chunks_of(const Keys &keys) { return {keys.first / TL_KEY_CHUNK, (keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK}; }
 
-TL_DEVICE bool page_is_read(const Keys &keys, int chunk, int page) {
-  const int first = chunk * TL_KEY_CHUNK + page * TL_PAGE_POSITIONS;
-  return first < keys.end && first + TL_PAGE_POSITIONS > keys.first;
+struct PagesRead {
+  int first, n;
+};
+TL_DEVICE PagesRead pages_of(const Keys &keys, int chunk) {
+  const int begin = max(keys.first - chunk * TL_KEY_CHUNK, 0) / TL_PAGE_POSITIONS;
+  const int end = (min(keys.end - chunk * TL_KEY_CHUNK, TL_KEY_CHUNK) + TL_PAGE_POSITIONS - 1) / TL_PAGE_POSITIONS;
+  return {begin, end - begin};
 }
 
 }  // namespace tl

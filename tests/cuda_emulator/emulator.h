@@ -18,7 +18,6 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __noinline__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 
@@ -277,6 +276,7 @@ inline int nearest(float x) { return x == x ? (int)rintf(x) : 0; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }
+inline void store_shared16(shared_t p, uint4 v) { *(uint4 *)p = v; }
 
 // Where the columns of wgmma's right operand lie: address and distance of its groups of eight columns.
 inline uint64_t wgmma_columns(shared_t b, int group_bytes) { return (uint64_t)b << 16 | (uint64_t)group_bytes; }
@@ -315,6 +315,9 @@ void wait_copies() {
 inline void barrier_init(shared_t barrier, int n_arrivals) { emulator::barrier_init((uint64_t *)barrier, n_arrivals); }
 inline void barrier_init_done() {}
 inline void barrier_arrive(shared_t barrier) { emulator::barrier_arrive((uint64_t *)barrier, 0); }
+inline void barrier_arrive(shared_t barrier, int n) {
+  for (int i = 0; i < n; i++) barrier_arrive(barrier);
+}
 inline void barrier_arrive_expecting(shared_t barrier, int nbytes) { emulator::barrier_arrive((uint64_t *)barrier, nbytes); }
 inline void barrier_wait(shared_t barrier, int parity) { emulator::barrier_wait((uint64_t *)barrier, parity); }
 inline uint64_t keep_policy() { return 0; }
