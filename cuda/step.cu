@@ -36,7 +36,7 @@ struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots;
+  int32_t n_slots, n_ahead;  // of the ring, and of them under way at most
   int32_t tasks_at, operand_at, partial_at, norm_at, attention_at, attention_nbytes;  // in shared memory, behind the ring
   uint8_t *channels, *states;
   int32_t channel_nbytes;
@@ -52,7 +52,7 @@ TL_DEVICE const int32_t *table_of(const StepArgs &a, const int32_t *tables, cons
 
 // By one thread: all that the CTA reads of memory that no task of the step writes.
 TL_DEVICE void stream_step(const StepArgs &a, const Ring &ring, const TaskRing &held, int pos, const int32_t *tables) {
-  RingPlace at;
+  Requests requests{ring, a.n_ahead};
   int task = 0, round = 0, asked = 0, asked_round = 0;
   for (int n = 0; n < kTasksAhead && asked < a.order.n_tasks; n++) {
     held.request(n, a.tasks + asked);
@@ -62,9 +62,9 @@ TL_DEVICE void stream_step(const StepArgs &a, const Ring &ring, const TaskRing &
   for (int n = 0; task < a.order.n_tasks; n++) {
     const StepTask &t = held.wait(n);
     if (!t.attends)
-      request_weights(ring, at, t.product);
+      request_weights(requests, t.product);
     else if (pos >= 0)
-      request_pages(ring, at, t.attention, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
+      request_pages(requests, t.attention, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
     held.request(n + kTasksAhead, a.tasks + asked);
@@ -308,7 +308,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   const int n_ctas = context.n_multiprocessors;
   const Program program = program_of(parts, loops, n_ctas);
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
-  int operand = 0, partial = kRoundBytes, norm = kEarlyNorms * plan.dim_pad * 4;
+  int operand = 0, partial = kRoundBytes, norm = 0;
   StepArgs a = {};
   for (const StepTask &t : program.tasks) {
     if (t.attends) {
@@ -318,6 +318,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
       a.attention_nbytes = std::max(a.attention_nbytes, lay_out(m, nullptr, p.kv.head_pad, p.kv.k_nbytes, n_quads, 0));
     } else {
       operand = std::max(operand, t.product.n_blocks * 32);
+      norm = std::max(norm, t.product.n_early_norms * t.product.dim * 4);
       partial = std::max(partial, t.product.round_panels * t.product.n_chunks * kPanelRows * 4);
     }
   }
@@ -330,6 +331,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.attention_at = take(a.attention_nbytes);
   a.n_slots = (context.max_shared_nbytes - at - 128) / (kSlotBytes + 16);
   if (a.n_slots < kMinSlots) return false;
+  a.n_ahead = std::min(a.n_slots, getenv("TL_AHEAD") ? atoi(getenv("TL_AHEAD")) : 8);
   const int ring = round_up(a.n_slots * (kSlotBytes + 16), 128);
   for (int32_t *offset : {&a.tasks_at, &a.operand_at, &a.partial_at, &a.norm_at, &a.attention_at}) *offset += ring;
   a.tasks = placed(context, plan, program.tasks);

@@ -222,13 +222,24 @@ TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const Attenti
   }
 }
 
-// What this thread merges of a unit, where all the CTA's quads are merged at once.
+// What a CTA merges of a unit, and where this thread's first quad lies; found before the thread waits.
 struct MergeShare {
   int n_quads, n_mine, first;  // quads of every CTA, of this one, and its first one
+  int query, dim;              // of the thread's quad of the first kMergeQuads
 };
 TL_DEVICE MergeShare merge_share(const StepAttention &t, const Unit &u) {
   const int per_query = t.attend.place.kv.head_pad / 4, n_quads = merged_quads(u.n_queries, t.attend.place.kv.head_pad, t.n_ranks);
-  return {n_quads, min(n_quads, u.n_queries * per_query - u.rank * n_quads), u.rank * n_quads};
+  const int first = u.rank * n_quads, quad = first + threadIdx.x % kMergeQuads, query = quad / per_query;
+  return {n_quads, min(n_quads, u.n_queries * per_query - first), first, query, (quad - query * per_query) * 4};
+}
+// The same of a later quad, `base` on.
+TL_DEVICE void find_quad(const StepAttention &t, const MergeShare &share, int base, int &query, int &dim) {
+  query = share.query;
+  dim = share.dim;
+  if (!base) return;
+  const int per_query = t.attend.place.kv.head_pad / 4, quad = share.first + base + threadIdx.x % kMergeQuads;
+  query = quad / per_query;
+  dim = (quad - query * per_query) * 4;
 }
 
 // Factors of the groups' chunks: a thread a chunk, sixteen a group and quad.
@@ -267,16 +278,25 @@ TL_DEVICE void merge_quad(const AttentionMemory &m, int quad, float *total, int 
     const float group_m = m.group_m[quad * kGroupsOfSpan + group];
     const int end = min(n_chunks, (group + 1) * TL_CHUNK_GROUP - begin % TL_CHUNK_GROUP);
     float l = 0.0f, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-    for (; c < end; c++) {
-      const float4 s = state[c], y = o[c];
+    const auto merge = [&](const float4 &s, const float4 &y) {
       const MergeFactors f = {s.y, s.z};
       l = merge_value(l, s.x, f);
       x[0] = merge_value(x[0], y.x, f);
       x[1] = merge_value(x[1], y.y, f);
       x[2] = merge_value(x[2], y.z, f);
       x[3] = merge_value(x[3], y.w, f);
+    };
+    constexpr int kAtOnce = 8;
+#pragma unroll 1
+    for (; c + kAtOnce <= end; c += kAtOnce) {
+      float4 s[kAtOnce], y[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) s[i] = state[c + i], y[i] = o[c + i];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) merge(s[i], y[i]);
     }
+#pragma unroll 1
+    for (; c < end; c++) merge(state[c], o[c]);
     if (group_m == kMasked) continue;
     const MergeFactors f = merge_factors(total_m, group_m);
     total_l = merge_value(total_l, l, f);
@@ -292,11 +312,12 @@ TL_DEVICE void merge_quad(const AttentionMemory &m, int quad, float *total, int 
 
 // Merges the span's chunks begin .. end - 1 into the totals of this CTA's quads.
 TL_DEVICE void merge_span(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share, int begin, int end) {
-  const int per_query = t.attend.place.kv.head_pad / 4, n_chunks = end - begin, quad = threadIdx.x % kMergeQuads;
+  const int n_chunks = end - begin, quad = threadIdx.x % kMergeQuads;
 #pragma unroll 1
   for (int base = 0; base < share.n_mine; base += kMergeQuads) {
-    const int n = min(kMergeQuads, share.n_mine - base), all = share.first + base + quad, query = all / per_query;
-    const int at = query * u.query_bytes, o_at = (1 + (all - query * per_query) * 2) * 16;
+    int query, dim;
+    find_quad(t, share, base, query, dim);
+    const int n = min(kMergeQuads, share.n_mine - base), at = query * u.query_bytes, o_at = (1 + dim / 2) * 16;
     if (base) meet();
 #pragma unroll 1
     for (int chunk = threadIdx.x / kMergeQuads; chunk < n_chunks && quad < n; chunk += kThreads / kMergeQuads) {
@@ -316,17 +337,17 @@ TL_DEVICE void merge_span(const StepAttention &t, const Unit &u, const Attention
 // O / l of this CTA's quads, to the operand of the next product, padding included. By the threads that merged them.
 TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share) {
   const AttendArgs &a = t.attend;
-  const int head_dim = a.place.head_dim, per_query = a.place.kv.head_pad / 4;
+  const int head_dim = a.place.head_dim;
   if (threadIdx.x >= kMergeQuads) return;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
     if (t.out.index >= 0) store_flagged(hand.words(t.out) + column * 4, (uint64_t)high << 32 | low, hand.flag);
-    uint16_t *to = (uint16_t *)a.out.data;
-    *(uint32_t *)(to + operand_position(column)) = low;
-    *(uint32_t *)(to + operand_position(column + 2)) = high;
+    put_four((uint8_t *)a.out.data, column, low, high);
   };
 #pragma unroll 1
   for (int quad = threadIdx.x; quad < share.n_mine; quad += kMergeQuads) {
-    const int all = share.first + quad, query = all / per_query, head = u.first_head + query, d = (all - query * per_query) * 4;
+    int query, d;
+    find_quad(t, share, quad - threadIdx.x, query, d);
+    const int head = u.first_head + query;
     const float l = m.total[share.n_quads + quad], inverse = l != 0.0f ? 1.0f / l : 0.0f;
     float o[4];
 #pragma unroll

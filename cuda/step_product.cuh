@@ -60,10 +60,17 @@ TL_DEVICE void hand_quads(const Handover &hand, const Channel &c, const float4 (
   }
 }
 
-// A quad of the row, rounded, to the operand; behind the row at columns `behind` on.
-TL_DEVICE void put_quad(uint16_t *operand, int dtype, int column, const float4 &q) {
-  *(uint32_t *)(operand + operand_position(column)) = pack_pair(dtype, q.x, q.y);
-  *(uint32_t *)(operand + operand_position(column + 2)) = pack_pair(dtype, q.z, q.w);
+// Four columns from `column` on, a multiple of four, to the operand: as operand_position has them.
+TL_DEVICE void put_four(uint8_t *operand, int column, uint32_t low, uint32_t high) {
+  uint32_t *to = (uint32_t *)operand + column / 16 * 8 + column / 4 % 2 * 4 + column / 8 % 2;
+  to[0] = low;
+  to[2] = high;
+}
+TL_DEVICE void put_quad(uint8_t *operand, int dtype, int column, const float4 &q) {
+  if (dtype == TL_BF16)
+    put_four(operand, column, Bf16::pack(q.x, q.y), Bf16::pack(q.z, q.w));
+  else
+    put_four(operand, column, F16::pack(q.x, q.y), F16::pack(q.z, q.w));
 }
 
 // The row program, to the operand in shared memory. What it may read early it reads first: weights of norms, and a row that is added.
@@ -100,19 +107,18 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
     }
   }
   wait_copies<0>();
-  uint16_t *operand = (uint16_t *)m.operand;
 #pragma unroll
   for (int j = 0; j < kStepQuads; j++)
-    if (quad_index(j) < n) put_quad(operand, dtype, quad_index(j), v[j]);
+    if (quad_index(j) < n) put_quad(m.operand, dtype, quad_index(j), v[j]);
   int n_in = n;
   if (t.tail) {
     n_in = 2 * n;
     load_quads<kStepQuads, true>(other, t.tail, n);
 #pragma unroll
     for (int j = 0; j < kStepQuads; j++)
-      if (quad_index(j) < n) put_quad(operand, dtype, n + quad_index(j), other[j]);
+      if (quad_index(j) < n) put_quad(m.operand, dtype, n + quad_index(j), other[j]);
   }
-  if ((int)threadIdx.x < pad16(n_in) - n_in) operand[operand_position(n_in + threadIdx.x)] = 0;
+  if ((int)threadIdx.x < pad16(n_in) - n_in) ((uint16_t *)m.operand)[operand_position(n_in + threadIdx.x)] = 0;
 }
 
 // The operand that an earlier task left: words of four columns.
@@ -133,132 +139,159 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
       if (j >= mine) break;
-      uint16_t *to = (uint16_t *)m.operand;
-      const int column = (i + j * kThreads) * 4;
-      *(uint32_t *)(to + operand_position(column)) = (uint32_t)data[j];
-      *(uint32_t *)(to + operand_position(column + 2)) = (uint32_t)(data[j] >> 32);
+      put_four(m.operand, (i + j * kThreads) * 4, (uint32_t)data[j], (uint32_t)(data[j] >> 32));
     }
   }
-}
-
-// Hands on the outputs of neighbouring lanes, two floats or four operands a word. All lanes of a warp call it.
-TL_DEVICE void hand_output(const StepProduct &t, const Handover &hand, int output, float y, bool exists) {
-  if (t.out.index < 0) return;
-  uint8_t *words = hand.words(t.out);
-  const float next = __shfl_sync(0xffffffffu, y, lane_id() + 1);
-  if (t.epilogue.kind != kActivate) {
-    if (exists && output % 2 == 0) store_flagged(words + output * 8, two_floats(y, next), hand.flag);
-    return;
-  }
-  const uint32_t pair = pack_pair(t.epilogue.operand.dtype, y, next), other = __shfl_sync(0xffffffffu, pair, lane_id() + 2);
-  if (exists && output % 4 == 0) store_flagged(words + output * 4, (uint64_t)other << 32 | pair, hand.flag);
 }
 
 TL_DEVICE bool row_scaled(const Matrix &m) { return m.dtype == TL_INT8 && !m.group_size; }
 
-// What an output needs besides its sums.
-struct OutputExtras {
+// What a thread needs to finish outputs besides their sums: read before it waits, since each look into the task costs more than a product.
+struct Finish {
+  int kind, act, unit_panels, n_chunks, operand_dtype;
+  bool scaled, has_bias;
+  uint8_t *words;  // or NULL
+  float *out;
+  // Of this thread's first output:
   float scale[2], bias[2], addend;
+  Flagged early;      // the word with the addend, as it was
+  const uint8_t *at;  // where it is, or NULL
+  uint64_t flag;      // that it is to have
 };
-TL_DEVICE OutputExtras extras_of(const StepProduct &t, const Handover &hand, int output) {
-  OutputExtras e = {{1.0f, 1.0f}, {0.0f, 0.0f}, 0.0f};
+
+TL_DEVICE void find_extras(Finish &f, const StepProduct &t, const Handover &hand, int output) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    if (i >= t.unit_panels) break;
-    if (row_scaled(t.weight)) e.scale[i] = t.weight.scales[output + i * kPanelRows];
-    if (t.bias) e.bias[i] = t.bias[output + i * kPanelRows];
+    f.scale[i] = f.scaled && i < f.unit_panels ? t.weight.scales[output + i * kPanelRows] : 1.0f;
+    f.bias[i] = f.has_bias && i < f.unit_panels ? t.bias[output + i * kPanelRows] : 0.0f;
   }
-  if (t.epilogue.kind != kAddToRows) return e;
+  f.at = nullptr;
+  if (f.kind != kAddToRows) return;
   if (t.addend.index < 0) {
-    e.addend = t.epilogue.addend[output];
+    f.addend = t.epilogue.addend[output];
   } else {
-    uint64_t word[1];
-    const uint8_t *from = hand.words(t.addend) + output / 2 * 16;
-    await_words(word, 1, hand.flag - t.addend.back, [&](int) { return from; });
-    e.addend = output % 2 ? high_float(word[0]) : low_float(word[0]);
+    f.at = hand.words(t.addend) + output / 2 * 16;
+    f.early = load_flagged(f.at);
   }
-  return e;
 }
 
-// A unit's output from its chunks' sums; `sums` is this lane's first.
-TL_DEVICE float finish_unit(const StepProduct &t, const float *sums, const OutputExtras &e) {
-  const int n = t.n_chunks;
-  const auto total = [&](const float *p, int i) {
-    float sum = 0.0f;
-    int c = 0;
-#pragma unroll 1
-    for (; c + 4 <= n; c += 4, p += 4 * kPanelRows) {
-      const float a = p[0], b = p[kPanelRows], d = p[2 * kPanelRows], f = p[3 * kPanelRows];
-      sum = (((sum + a) + b) + d) + f;
-    }
-#pragma unroll 1
-    for (; c < n; c++, p += kPanelRows) sum = sum + p[0];
-    if (row_scaled(t.weight)) sum = sum * e.scale[i];
-    return t.bias ? sum + e.bias[i] : sum;
-  };
-  const float y = total(sums, 0);
-  if (t.epilogue.kind == kAddToRows) return e.addend + y;
-  if (t.epilogue.kind != kActivate) return y;
-  const float activated = activate(t.epilogue.act, y);
-  return t.unit_panels == 2 ? activated * total(sums + n * kPanelRows, 1) : activated;
+TL_DEVICE Finish begin_finish(const StepProduct &t, const Handover &hand, int output, bool exists) {
+  Finish f;
+  f.kind = t.epilogue.kind;
+  f.act = t.epilogue.act;
+  f.unit_panels = t.unit_panels;
+  f.n_chunks = t.n_chunks;
+  f.operand_dtype = t.epilogue.operand.dtype;
+  f.scaled = row_scaled(t.weight);
+  f.has_bias = t.bias;
+  f.words = t.out.index < 0 ? nullptr : hand.words(t.out);
+  f.out = f.kind == kActivate ? (float *)t.epilogue.operand.data : t.epilogue.out;
+  f.flag = hand.flag - t.addend.back;
+  f.at = nullptr;
+  if (exists) find_extras(f, t, hand, output);
+  return f;
 }
 
-// Outputs of panels begin .. end - 1 of the share. `first` is for this thread's first output, where that is of the round.
-TL_DEVICE void finish_round(const StepProduct &t, const StepMemory &m, const Handover &hand, const CtaShare &share, int begin, int end,
-                            const OutputExtras &first) {
-  const int unit_panels = t.unit_panels, n_panels = end - begin, lane = threadIdx.x % kPanelRows;
-  int panel = threadIdx.x / kPanelRows * unit_panels;
+TL_DEVICE float addend_of(const Finish &f, int output) {
+  if (!f.at) return f.addend;
+  uint64_t word[1] = {f.early.data};
+  if (f.early.flag != f.flag) await_words(word, 1, f.flag, [&](int) { return f.at; });
+  return output % 2 ? high_float(word[0]) : low_float(word[0]);
+}
+
+// Sum of a panel's chunks, scaled and with its bias; `sums` is this lane's first.
+TL_DEVICE float finish_panel(const Finish &f, const float *sums, int i) {
+  float sum = 0.0f;
+  int c = 0;
 #pragma unroll 1
-  for (bool again = false;; again = true, panel += kThreads / kPanelRows * unit_panels) {
+  for (; c + 4 <= f.n_chunks; c += 4, sums += 4 * kPanelRows) {
+    const float p0 = sums[0], p1 = sums[kPanelRows], p2 = sums[2 * kPanelRows], p3 = sums[3 * kPanelRows];
+    sum = (((sum + p0) + p1) + p2) + p3;
+  }
+  const int left = f.n_chunks - c;
+  const float p0 = left > 0 ? sums[0] : 0.0f, p1 = left > 1 ? sums[kPanelRows] : 0.0f, p2 = left > 2 ? sums[2 * kPanelRows] : 0.0f;
+  if (left > 0) sum = sum + p0;
+  if (left > 1) sum = sum + p1;
+  if (left > 2) sum = sum + p2;
+  if (f.scaled) sum = sum * f.scale[i];
+  return f.has_bias ? sum + f.bias[i] : sum;
+}
+
+// Outputs of panels begin .. end - 1 of the share; neighbouring lanes hand on theirs together, two floats or four operands a word. `f` is
+// for this thread's first output.
+TL_DEVICE void finish_round(const StepProduct &t, const StepMemory &m, const Handover &hand, const CtaShare &share, int begin, int end, Finish &f) {
+  const int n_panels = end - begin, lane = threadIdx.x % kPanelRows;
+  int panel = threadIdx.x / kPanelRows * f.unit_panels;
+  // A warp has two units; both lanes' halves take part in what follows.
+#pragma unroll 1
+  for (bool again = begin; __shfl_sync(0xffffffffu, panel, 0) < n_panels; again = true, panel += kThreads / kPanelRows * f.unit_panels) {
     const bool exists = panel < n_panels;
-    if (!__any_sync(0xffffffffu, exists)) return;
     const int output = (share.first_panel + begin + panel) * kPanelRows + lane;
-    const int column = unit_panels == 2 ? output / 32 * 16 + output % 16 : output;
+    if (again && exists) find_extras(f, t, hand, output);
     float y = 0.0f;
-    if (exists)
-      y = finish_unit(t, m.partial + panel * t.n_chunks * kPanelRows + lane, begin || again ? extras_of(t, hand, output) : first);
-    hand_output(t, hand, column, y, exists);
-    if (!exists) continue;
-    switch (t.epilogue.kind) {
-      case kActivate: store_operand(t.epilogue.operand, 0, column, y); break;
-      case kToLogits: finish_output(t.epilogue, 0, column, y); break;
-      default: t.epilogue.out[column] = y;
+    if (exists) {
+      const float *sums = m.partial + panel * f.n_chunks * kPanelRows + lane;
+      y = finish_panel(f, sums, 0);
+      if (f.kind == kActivate) {
+        y = activate(f.act, y);
+        if (f.unit_panels == 2) y = y * finish_panel(f, sums + f.n_chunks * kPanelRows, 1);
+      } else if (f.kind == kAddToRows) {
+        y = addend_of(f, output) + y;
+      }
+    }
+    const float next = __shfl_sync(0xffffffffu, y, lane_id() + 1);
+    if (f.kind == kActivate) {
+      const int column = f.unit_panels == 2 ? output / 32 * 16 + lane : output;
+      const uint32_t pair = pack_pair(f.operand_dtype, y, next), other = __shfl_sync(0xffffffffu, pair, lane_id() + 2);
+      if (!exists || lane % 4) continue;
+      if (f.words) store_flagged(f.words + column * 4, (uint64_t)other << 32 | pair, hand.flag);
+      put_four((uint8_t *)f.out, column, pair, other);
+    } else if (f.kind == kToLogits) {
+      if (exists) finish_output(t.epilogue, 0, output, y);
+    } else if (exists) {
+      if (f.words && lane % 2 == 0) store_flagged(f.words + output * 8, two_floats(y, next), hand.flag);
+      f.out[output] = y;
     }
   }
 }
 
-// This warp's items of the panels begin .. end - 1 of the share: the sums of their chunks. `panel` and `part` are the next item.
+// What a warp needs to know of its items.
+struct Items {
+  int panel, part;  // of the next one
+  int n_items, n_chunks, n_blocks;
+};
+
+// This warp's items of the panels begin .. end - 1 of the share: the sums of their chunks.
 template <class W>
-TL_DEVICE void sum_items(const StepProduct &t, const StepMemory &m, const Ring &ring, RingPlace &at, const CtaShare &share, int begin, int end, int &panel,
-                         int &part) {
+TL_DEVICE void sum_items(const StepProduct &t, const StepMemory &m, const Ring &ring, RingPlace &at, const CtaShare &share, int begin, int end, Items &i) {
   constexpr int kBlocks = TL_K_CHUNK / 16, kChunks = W::kInt8 ? 2 : 1;
-  const int lane = lane_id(), n_chunks = t.n_chunks, n_items = t.n_items, n_all = t.n_blocks;
+  const int lane = lane_id();
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
   float *sums = m.partial + lane / 4;
 #pragma unroll 1
-  while (panel < end) {
-    const int chunk = part * kChunks;
+  while (i.panel < end) {
+    const int chunk = i.part * kChunks;
     const shared_t slot = ring.wait(at) + lane * W::kLaneBytes;
     float d[kChunks][4] = {};
 #pragma unroll
-    for (int i = 0; i < kChunks; i++) {
-      const int block = (chunk + i) * kBlocks, n_blocks = n_all - block;
-      const shared_t left = slot + i * kBlocks * W::kBlockBytes;
+    for (int c = 0; c < kChunks; c++) {
+      const int block = (chunk + c) * kBlocks, n_blocks = i.n_blocks - block;
+      const shared_t left = slot + c * kBlocks * W::kBlockBytes;
       if (W::kInt8 && t.weight.group_size)
-        add_scaled_blocks<W>(d[i], left, right + block * 32, min(n_blocks, kBlocks), t.weight, share.first_panel + panel, block);
+        add_scaled_blocks<W>(d[c], left, right + block * 32, min(n_blocks, kBlocks), t.weight, share.first_panel + i.panel, block);
       else
-        add_blocks<W, kBlocks, kBlocks / 2>(d[i], left, right + block * 32, n_blocks);
+        add_blocks<W, kBlocks, kBlocks / 2>(d[c], left, right + block * 32, n_blocks);
     }
     __syncwarp();
     if (lane == 0) ring.free(at, kArrivals);
-    at.advance(kWarps, ring.n_slots);
-    float *to = sums + ((panel - begin) * n_chunks + chunk) * kPanelRows;
+    float *to = sums + ((i.panel - begin) * i.n_chunks + chunk) * kPanelRows;
 #pragma unroll
-    for (int i = 0; i < kChunks; i++)
-      if (lane % 4 == 0 && chunk + i < n_chunks) to[i * kPanelRows] = d[i][0], to[i * kPanelRows + 8] = d[i][2];
-    part += kWarps;
+    for (int c = 0; c < kChunks; c++)
+      if (lane % 4 == 0 && chunk + c < i.n_chunks) to[c * kPanelRows] = d[c][0], to[c * kPanelRows + 8] = d[c][2];
+    at.advance(kWarps, ring.n_slots);
+    i.part += kWarps;
 #pragma unroll 1
-    while (part >= n_items) part -= n_items, panel++;
+    while (i.part >= i.n_items) i.part -= i.n_items, i.panel++;
   }
 }
 
@@ -270,19 +303,19 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
     meet();
     return settle();
   }
-  OutputExtras first = {};
   const int own = (int)threadIdx.x / kPanelRows * t.unit_panels;
-  if (own < share.n_panels) first = extras_of(t, hand, (share.first_panel + own) * kPanelRows + threadIdx.x % kPanelRows);
+  Finish f = begin_finish(t, hand, (share.first_panel + own) * kPanelRows + threadIdx.x % kPanelRows, own < share.n_panels);
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), round_panels = t.round_panels, dtype = t.weight.dtype;
+  Items items = {0, warp, t.n_items, t.n_chunks, t.n_blocks};
+  RingPlace at = base;
+  at.advance(warp, ring.n_slots);
+  base.advance(share.n_panels * items.n_items, ring.n_slots);
+#pragma unroll 1
+  while (items.part >= items.n_items) items.part -= items.n_items, items.panel++;
   if (t.n_ops)
     run_step_program(t, m, hand);
   else
     take_operand(t, m, hand);
-  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), n_items = t.n_items, round_panels = t.round_panels, dtype = t.weight.dtype;
-  RingPlace at = base;
-  at.advance(warp, ring.n_slots);
-  int panel = 0, part = warp;
-#pragma unroll 1
-  while (part >= n_items) part -= n_items, panel++;
   meet();
   settle();
 #pragma unroll 1
@@ -290,16 +323,15 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
     const int end = min(begin + round_panels, share.n_panels);
     // A warp that waits for an item has read the one eight before: the ring is no shorter, so no slot is two uses behind.
     if (dtype == TL_INT8)
-      sum_items<Int8Weights>(t, m, ring, at, share, begin, end, panel, part);
+      sum_items<Int8Weights>(t, m, ring, at, share, begin, end, items);
     else if (dtype == TL_BF16)
-      sum_items<FloatWeights<Bf16>>(t, m, ring, at, share, begin, end, panel, part);
+      sum_items<FloatWeights<Bf16>>(t, m, ring, at, share, begin, end, items);
     else
-      sum_items<FloatWeights<F16>>(t, m, ring, at, share, begin, end, panel, part);
+      sum_items<FloatWeights<F16>>(t, m, ring, at, share, begin, end, items);
     meet();
-    finish_round(t, m, hand, share, begin, end, first);
+    finish_round(t, m, hand, share, begin, end, f);
     if (end < share.n_panels) meet();
   }
-  base.advance(share.n_panels * n_items, ring.n_slots);
 }
 
 #endif

@@ -43,11 +43,26 @@ struct Ring {
   }
   // By one lane, n times for each slot in all: its warp has read the slot.
   TL_DEVICE_MEMBER void free(const RingPlace &at, int n) const { barrier_arrive(empty + at.slot * 8, n); }
-  TL_DEVICE_MEMBER void request(RingPlace &at, const uint8_t *from, int nbytes) const {
-    barrier_wait(empty + at.slot * 8, at.parity ^ 1);
-    barrier_arrive_expecting(full + at.slot * 8, nbytes);
-    copy_bulk(address(at), from, nbytes, full + at.slot * 8);
-    at.advance(1, n_slots);
+};
+
+// What the streaming thread has asked for: the place that is next, and the first one that may still be under way. Only so much is, since
+// what others read of memory would wait behind it.
+struct Requests {
+  const Ring &ring;
+  int n_ahead;  // slots under way at most
+  RingPlace at, first;
+  int n = 0;
+  TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
+    if (n == n_ahead) {
+      barrier_wait(ring.full + first.slot * 8, first.parity);
+      first.advance(1, ring.n_slots);
+      n--;
+    }
+    barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
+    barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
+    copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8);
+    at.advance(1, ring.n_slots);
+    n++;
   }
 };
 
@@ -76,7 +91,7 @@ struct TaskRing {
 TL_BOTH int page_slots(const KvLayer &kv) { return 2 * kv.k_nbytes > kSlotBytes ? 2 : 1; }
 
 // The panels of a product, item by item.
-TL_DEVICE void request_weights(const Ring &ring, RingPlace &at, const StepProduct &p) {
+TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
   const CtaShare share = share_of(p, blockIdx.x);
   const int block_bytes = p.weight.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
   const int panel_bytes = p.n_blocks * block_bytes;
@@ -84,11 +99,11 @@ TL_DEVICE void request_weights(const Ring &ring, RingPlace &at, const StepProduc
 #pragma unroll 1
   for (int i = 0; i < share.n_panels; i++, panel += panel_bytes)
 #pragma unroll 1
-    for (int begin = 0; begin < panel_bytes; begin += item_bytes) ring.request(at, panel + begin, min(item_bytes, panel_bytes - begin));
+    for (int begin = 0; begin < panel_bytes; begin += item_bytes) requests.request(panel + begin, min(item_bytes, panel_bytes - begin));
 }
 
 // The pages that the CTA's chunks read, chunk by chunk.
-TL_DEVICE void request_pages(const Ring &ring, RingPlace &at, const StepAttention &a, const Keys &keys, const int32_t *table) {
+TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const Keys &keys, const int32_t *table) {
   const KvLayer &kv = a.attend.place.kv;
   const KeyChunks chunks = chunks_of(keys);
   const int rank = blockIdx.x % a.n_ranks;
@@ -107,10 +122,10 @@ TL_DEVICE void request_pages(const Ring &ring, RingPlace &at, const StepAttentio
         if (j >= read.n) break;
         const uint8_t *k = k_of(kv, page[j], kv_head);
         if (page_slots(kv) == 1) {
-          ring.request(at, k, 2 * kv.k_nbytes);
+          requests.request(k, 2 * kv.k_nbytes);
         } else {
-          ring.request(at, k, kv.k_nbytes);
-          ring.request(at, k + kv.k_nbytes, kv.k_nbytes);
+          requests.request(k, kv.k_nbytes);
+          requests.request(k + kv.k_nbytes, kv.k_nbytes);
         }
       }
     }

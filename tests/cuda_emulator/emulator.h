@@ -341,6 +341,10 @@ inline void store_flagged(void *to, uint64_t data, uint64_t flag) {
   const uint64_t word[2] = {data, flag};
   memcpy(to, word, sizeof word);
 }
+struct Flagged {
+  uint64_t data, flag;
+};
+inline Flagged load_flagged(const void *from) { return *(const Flagged *)from; }
 template <int n, class At>
 void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
   for (int i = 0; i < n && i < count; i++) {
