@@ -26,9 +26,10 @@
 namespace tl {
 namespace {
 
-constexpr int kStepThreads = kThreads + 32;  // and the warp that streams
+constexpr int kStepThreads = kThreads + 64;  // and a warp that streams, and one that prefetches
 constexpr int kMinSlots = 2 * kPagesOfChunk * 2, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;                 // fewer do not pay
+constexpr int kPrefetched = 24;              // slots beyond the ring that L2 is to hold: 25 MB of all CTAs together
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
 static_assert(kMinSlots >= kWarps, "see Ring");
 
@@ -36,7 +37,7 @@ struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots, n_ahead;  // of the ring, and of them under way at most
+  int32_t n_slots, n_prefetched, n_ranks;
   int32_t tasks_at, operand_at, partial_at, norm_at, attention_at, attention_nbytes;  // in shared memory, behind the ring
   uint8_t *channels, *states;
   int32_t channel_nbytes;
@@ -50,9 +51,16 @@ TL_DEVICE const int32_t *table_of(const StepArgs &a, const int32_t *tables, cons
   return tables + (int64_t)(t.attend.place.rows.stage + round * a.order.n_stages) * a.rows.table_stride;
 }
 
+template <class Requests>
+TL_DEVICE void request_task(const StepArgs &a, Requests &requests, const StepTask &t, const CtaPlace &cta, int pos, const int32_t *tables, int round) {
+  if (!t.attends)
+    request_weights(requests, t.product);
+  else if (pos >= 0)
+    request_pages(requests, t.attention, cta, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
+}
+
 // By one thread: all that the CTA reads of memory that no task of the step writes.
-TL_DEVICE void stream_step(const StepArgs &a, const Ring &ring, const TaskRing &held, int pos, const int32_t *tables) {
-  Requests requests{ring, a.n_ahead};
+TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing &held, const CtaPlace &cta, int pos, const int32_t *tables) {
   int task = 0, round = 0, asked = 0, asked_round = 0;
   for (int n = 0; n < kTasksAhead && asked < a.order.n_tasks; n++) {
     held.request(n, a.tasks + asked);
@@ -60,15 +68,20 @@ TL_DEVICE void stream_step(const StepArgs &a, const Ring &ring, const TaskRing &
   }
 #pragma unroll 1
   for (int n = 0; task < a.order.n_tasks; n++) {
-    const StepTask &t = held.wait(n);
-    if (!t.attends)
-      request_weights(requests, t.product);
-    else if (pos >= 0)
-      request_pages(requests, t.attention, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
+    request_task(a, requests, held.wait(n), cta, pos, tables, round);
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
     held.request(n + kTasksAhead, a.tasks + asked);
     a.order.next(asked, asked_round);
+  }
+}
+
+TL_DEVICE void prefetch_step(const StepArgs &a, Prefetches requests, const CtaPlace &cta, int pos, const int32_t *tables) {
+  int task = 0, round = 0;
+#pragma unroll 1
+  while (task < a.order.n_tasks) {
+    request_task(a, requests, a.tasks[task], cta, pos, tables, round);
+    a.order.next(task, round);
   }
 }
 
@@ -78,19 +91,23 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   const TaskRing held(shared + a.tasks_at);
   const Ring ring(shared_of(shared), a.n_slots);
   unsigned long long *step = (unsigned long long *)(shared + a.tasks_at + kTaskRingBytes);
+  int *posted = (int *)(step + 1);
   wait_for_previous_kernel();
   if (threadIdx.x == 0) {
     ring.init();
     held.init();
     barrier_init_done();
+    *posted = 0;
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
   }
   for (int i = threadIdx.x * 16; i < a.attention_nbytes; i += kStepThreads * 16) *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
   __syncthreads();
   const int pos = a.rows.pos ? a.rows.pos[0] : -1;
   const int32_t *tables = pos < 0 ? nullptr : a.rows.page_table[a.rows.seq[0]];
+  const CtaPlace cta = {(int)blockIdx.x / a.n_ranks, (int)blockIdx.x % a.n_ranks};
   if (threadIdx.x >= kThreads) {
-    if (lane_id() == 0) stream_step(a, ring, held, pos, tables);
+    if (threadIdx.x == kThreads) stream_step(a, {ring, posted}, held, cta, pos, tables);
+    if (threadIdx.x == kThreads + 32) prefetch_step(a, {posted, a.n_prefetched + a.n_slots}, cta, pos, tables);
     return;
   }
 
@@ -108,7 +125,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     };
     hand.flag++;
     if (t.attends)
-      run_attention<Kv>(t.attention, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
+      run_attention<Kv>(t.attention, cta, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
       run_product(t.product, memory, hand, ring, place, settle);
     a.order.next(task, round);
@@ -209,10 +226,11 @@ StepTask attention_of(const AttendArgs &a, int n, int n_ctas, Channels &channels
   task.attends = 1;
   StepAttention &t = task.attention;
   t.attend = a;
-  const int group = a.place.n_heads / a.place.n_kv_heads;
-  t.n_units = a.place.n_kv_heads * ((group + kTileQueries - 1) / kTileQueries);
+  t.group = a.place.n_heads / a.place.n_kv_heads;
+  t.n_units = a.place.n_kv_heads * ((t.group + kTileQueries - 1) / kTileQueries);
   t.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / t.n_units));
   t.n_strides = n_ctas / t.n_ranks;
+  t.n_quads = merged_quads(std::min(t.group, kTileQueries), a.place.kv.head_pad, t.n_ranks);
   Rows &rows = t.attend.place.rows;  // put in where it runs: rows share tasks
   rows.pos = rows.seq = nullptr;
   rows.page_table = nullptr;
@@ -310,12 +328,13 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
   int operand = 0, partial = kRoundBytes, norm = 0;
   StepArgs a = {};
+  a.n_ranks = 1;
   for (const StepTask &t : program.tasks) {
     if (t.attends) {
-      const PlaceArgs &p = t.attention.attend.place;
-      const int n_quads = merged_quads(std::min(p.n_heads / p.n_kv_heads, kTileQueries), p.kv.head_pad, t.attention.n_ranks);
+      const KvLayer &kv = t.attention.attend.place.kv;
       AttentionMemory m;
-      a.attention_nbytes = std::max(a.attention_nbytes, lay_out(m, nullptr, p.kv.head_pad, p.kv.k_nbytes, n_quads, 0));
+      a.attention_nbytes = std::max(a.attention_nbytes, lay_out(m, nullptr, kv.head_pad, kv.k_nbytes, t.attention.n_quads, 0));
+      a.n_ranks = t.attention.n_ranks;  // of all: they have the same heads
     } else {
       operand = std::max(operand, t.product.n_blocks * 32);
       norm = std::max(norm, t.product.n_early_norms * t.product.dim * 4);
@@ -331,7 +350,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.attention_at = take(a.attention_nbytes);
   a.n_slots = (context.max_shared_nbytes - at - 128) / (kSlotBytes + 16);
   if (a.n_slots < kMinSlots) return false;
-  a.n_ahead = std::min(a.n_slots, getenv("TL_AHEAD") ? atoi(getenv("TL_AHEAD")) : 8);
+  a.n_prefetched = getenv("TL_AHEAD") ? atoi(getenv("TL_AHEAD")) : kPrefetched;
   const int ring = round_up(a.n_slots * (kSlotBytes + 16), 128);
   for (int32_t *offset : {&a.tasks_at, &a.operand_at, &a.partial_at, &a.norm_at, &a.attention_at}) *offset += ring;
   a.tasks = placed(context, plan, program.tasks);

@@ -63,14 +63,14 @@ struct Unit {
   uint8_t *states;
 };
 
-TL_DEVICE Unit unit_of(const StepAttention &t, int unit, uint8_t *states) {
+TL_DEVICE Unit unit_of(const StepAttention &t, int unit, int rank, uint8_t *states) {
   const PlaceArgs &p = t.attend.place;
-  const int group = p.n_heads / p.n_kv_heads, sub = unit / p.n_kv_heads, first = sub * kTileQueries;
+  const int sub = unit < p.n_kv_heads ? 0 : unit / p.n_kv_heads, first = sub * kTileQueries;  // a division costs as much as a barrier
   Unit u;
   u.kv_head = unit - sub * p.n_kv_heads;
-  u.first_head = u.kv_head * group + first;
-  u.n_queries = min(group - first, kTileQueries);
-  u.rank = blockIdx.x % t.n_ranks;
+  u.first_head = u.kv_head * t.group + first;
+  u.n_queries = min(t.group - first, kTileQueries);
+  u.rank = rank;
   u.stores = sub == 0;
   u.query_bytes = state_words(p.kv.head_pad) * 16;
   u.chunk_bytes = u.n_queries * u.query_bytes;
@@ -132,27 +132,51 @@ TL_DEVICE void insert_own(shared_t k, shared_t v, const AttentionMemory &m, int 
   __syncwarp();
 }
 
-// A chunk's state for all queries of the unit, to whoever merges it. By a team; `place` is where the chunk's pages begin in the ring.
+// Where a chunk's pages are in the ring: found before anyone waits for them.
+struct ChunkPages {
+  PagesRead read;
+  bool own;              // this warp's page is read
+  RingPlace place, more; // of that: keys, and values where they have a slot of their own
+  RingPlace freed;       // the slot that this lane frees
+  shared_t v[kPagesOfChunk];
+};
+
+TL_DEVICE RingPlace further(const RingPlace &place, int n, int n_slots) {  // less than a whole ring
+  RingPlace at = place;
+  at.slot += n;
+  if (at.slot >= n_slots) at.slot -= n_slots, at.parity ^= 1;
+  return at;
+}
+
+TL_DEVICE void find_pages(ChunkPages &c, const AttentionMemory &m, const Ring &ring, const RingPlace &place, const KvLayer &kv, const Keys &keys, int chunk) {
+  const int w = warp_id() % kStepTeamWarps, n = page_slots(kv), offset = n == 1 ? kv.k_nbytes : 0;
+  c.read = pages_of(keys, chunk);
+  c.own = w >= c.read.first && w < c.read.first + c.read.n;
+  c.place = further(place, max(w - c.read.first, 0) * n, ring.n_slots);
+  c.more = further(c.place, n - 1, ring.n_slots);
+  c.freed = further(place, min(lane_id(), 2 * kPagesOfChunk), ring.n_slots);
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++) {
+    const bool read = j >= c.read.first && j < c.read.first + c.read.n;
+    c.v[j] = lane_id() * 16 + (read ? ring.address(further(place, (j - c.read.first) * n + n - 1, ring.n_slots)) + offset : shared_of(m.zeros));
+  }
+}
+
+// A chunk's state for all queries of the unit, to whoever merges it. By a team.
 template <class Kv>
-TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const Ring &ring, const RingPlace &place,
+TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const Ring &ring, const ChunkPages &c,
                             const Keys &keys, int chunk, int pos) {
   const KvLayer &kv = t.attend.place.kv;
   const int w = warp_id() % kStepTeamWarps, lane = lane_id(), team_barrier = kTaskBarrier + 1 + warp_id() / kStepTeamWarps, head_pad = kv.head_pad;
-  const int n_slots = page_slots(kv), k_nbytes = kv.k_nbytes;
-  const PagesRead read = pages_of(keys, chunk);
-  const auto page_place = [&](int j, int more) {
-    RingPlace at = place;
-    at.advance((j - read.first) * n_slots + more, ring.n_slots);
-    return at;
-  };
-  const auto is_read = [&](int j) { return j >= read.first && j < read.first + read.n; };
+  const int n = page_slots(kv), page_first = chunk * TL_KEY_CHUNK + w * TL_PAGE_POSITIONS;
   const float scale = t.attend.scale;
+  const uint64_t flag = state_flag(hand, chunk);
+  uint8_t *to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
   float s[1][2][4], (&x)[2][4] = s[0];
   shared_t k[1] = {shared_of(m.zeros)};
-  const int page_first = chunk * TL_KEY_CHUNK + w * TL_PAGE_POSITIONS;
-  if (is_read(w)) {
-    k[0] = ring.wait(page_place(w, 0));
-    const shared_t v = n_slots == 1 ? k[0] + k_nbytes : ring.wait(page_place(w, 1));
+  if (c.own) {
+    k[0] = ring.wait(c.place);
+    const shared_t v = n == 1 ? k[0] + kv.k_nbytes : ring.wait(c.more);
     if (pos >= page_first && pos < page_first + TL_PAGE_POSITIONS) insert_own(k[0], v, m, head_pad, pos - page_first);
   }
   k[0] += lane * 16;
@@ -177,14 +201,6 @@ TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const Attenti
   uint32_t p[kPagesOfChunk][4];
   soften_page<Kv>(p[0], x, top, scale);
   m.p[w * 32 + lane] = make_uint4(p[0][0], p[0][1], p[0][2], p[0][3]);
-  shared_t v[kPagesOfChunk];
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++)
-    v[j] = lane * 16 + (!is_read(j)      ? shared_of(m.zeros)
-                        : n_slots == 1   ? ring.address(page_place(j, 0)) + k_nbytes
-                                         : ring.address(page_place(j, 1)));
-  const uint64_t flag = state_flag(hand, chunk);
-  uint8_t *to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
   sync_threads(team_barrier, kStepTeamWarps * 32);
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk; j++) {
@@ -197,7 +213,7 @@ TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const Attenti
     float o[2][4];
     shared_t block[kPagesOfChunk];
 #pragma unroll
-    for (int j = 0; j < kPagesOfChunk; j++) block[j] = v[j] + b * 512;
+    for (int j = 0; j < kPagesOfChunk; j++) block[j] = c.v[j] + b * 512;
     weigh_block<Kv>(o, p, block);
     uint8_t *word = to + (1 + b * 8 + lane % 4) * 16;
 #pragma unroll
@@ -215,11 +231,7 @@ TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const Attenti
     }
   }
   __syncwarp();
-  if (lane < read.n * n_slots) {
-    RingPlace at = place;
-    at.advance(lane, ring.n_slots);
-    ring.free(at, 1);
-  }
+  if (lane < c.read.n * n) ring.free(c.freed, 1);
 }
 
 // What a CTA merges of a unit, and where this thread's first quad lies; found before the thread waits.
@@ -228,8 +240,9 @@ struct MergeShare {
   int query, dim;              // of the thread's quad of the first kMergeQuads
 };
 TL_DEVICE MergeShare merge_share(const StepAttention &t, const Unit &u) {
-  const int per_query = t.attend.place.kv.head_pad / 4, n_quads = merged_quads(u.n_queries, t.attend.place.kv.head_pad, t.n_ranks);
-  const int first = u.rank * n_quads, quad = first + threadIdx.x % kMergeQuads, query = quad / per_query;
+  const int per_query = t.attend.place.kv.head_pad / 4;
+  const int n_quads = u.n_queries == min(t.group, kTileQueries) ? t.n_quads : merged_quads(u.n_queries, t.attend.place.kv.head_pad, t.n_ranks);
+  const int first = u.rank * n_quads, quad = first + threadIdx.x % kMergeQuads, query = quad < per_query ? 0 : quad / per_query;
   return {n_quads, min(n_quads, u.n_queries * per_query - first), first, query, (quad - query * per_query) * 4};
 }
 // The same of a later quad, `base` on.
@@ -361,44 +374,55 @@ TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const Atten
 
 // The CTA's part of an attention. `settle` is called after the first barrier.
 template <class Kv, class Settle>
-TL_DEVICE void run_attention(const StepAttention &t, uint8_t *memory, uint8_t *states, const Handover &hand, const Ring &ring, RingPlace &base, int pos,
-                             const int32_t *table, const Settle &settle) {
+TL_DEVICE void run_attention(const StepAttention &t, const CtaPlace &cta, uint8_t *memory, uint8_t *states, const Handover &hand, const Ring &ring,
+                             RingPlace &base, int pos, const int32_t *table, const Settle &settle) {
   const AttendArgs &a = t.attend;
   const KvLayer &kv = a.place.kv;
-  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
-  const KeyChunks chunks = chunks_of(keys);
-  const int team = warp_id() / kStepTeamWarps, own = pos / TL_KEY_CHUNK, n_ranks = t.n_ranks, n_slots = page_slots(kv);
-  int index = blockIdx.x / n_ranks;
+  int index = cta.unit;
   if (index >= t.n_units) {
     meet();
     return settle();
   }
+  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
+  const KeyChunks chunks = chunks_of(keys);
+  const int team = warp_id() / kStepTeamWarps, own = pos / TL_KEY_CHUNK, n_ranks = t.n_ranks, n_slots = page_slots(kv);
   Pairs angle;
   load_angles(angle, a.place, max(pos, 0));
   AttentionMemory m;
-  lay_out(m, memory, kv.head_pad, kv.k_nbytes, merged_quads(min(a.place.n_heads / a.place.n_kv_heads, kTileQueries), kv.head_pad, n_ranks), team);
+  lay_out(m, memory, kv.head_pad, kv.k_nbytes, t.n_quads, team);
+  const int later = own - chunks.first - cta.rank;
+  const bool owns = pos >= 0 && later >= 0 && later % n_ranks == 0;
+  const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
   bool settled = false;
 #pragma unroll 1
   for (; index < t.n_units; index += t.n_strides) {
-    const Unit u = unit_of(t, index, states);
+    const Unit u = unit_of(t, index, cta.rank, states);
     const MergeShare share = merge_share(t, u);
-    const bool owns = pos >= 0 && (own - chunks.first - u.rank) % n_ranks == 0;
-    const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
+    // A team's next chunk: the first or second of the CTA's, and every other one from there on.
+    ChunkPages c;
+    int chunk = chunks.first + cta.rank;
+    const auto skip = [&] {
+      base.advance(pages_of(keys, chunk).n * n_slots, ring.n_slots);
+      chunk += n_ranks;
+    };
+    if (team && chunk < chunks.end) skip();
+    if (chunk < chunks.end) find_pages(c, m, ring, base, kv, keys, chunk);
     if (settled) meet();  // no one reads the unit before any more
     for (int i = threadIdx.x; i < 6 * share.n_quads; i += kThreads) m.total[i] = i < share.n_quads ? kMasked : 0.0f;
     place_heads<Kv>(t, u, m, hand, angle, page, pos % TL_PAGE_POSITIONS, owns);
     meet();
     if (!settled) settle();
     settled = true;
-    int turn = 0, chunk = chunks.first + u.rank;
 #pragma unroll 1
     for (int begin = chunks.first; begin < chunks.end;) {
       const int end = min(chunks.end, (begin / kSpanChunks + 1) * kSpanChunks);
       // A team that waits for a chunk has read the one two before: the ring holds two chunks, so no slot is two uses behind.
 #pragma unroll 1
-      for (; chunk < end; chunk += n_ranks, turn ^= 1) {
-        if (turn == team) attend_chunk<Kv>(t, u, m, hand, ring, base, keys, chunk, pos);
-        base.advance(pages_of(keys, chunk).n * n_slots, ring.n_slots);
+      while (chunk < end) {
+        attend_chunk<Kv>(t, u, m, hand, ring, c, keys, chunk, pos);
+        skip();
+        if (chunk < chunks.end) skip();
+        if (chunk < chunks.end) find_pages(c, m, ring, base, kv, keys, chunk);
       }
       if (begin != chunks.first) meet();  // what the last span left to merge is read
       merge_span(t, u, m, hand, share, begin, end);

@@ -45,23 +45,28 @@ struct Ring {
   TL_DEVICE_MEMBER void free(const RingPlace &at, int n) const { barrier_arrive(empty + at.slot * 8, n); }
 };
 
-// What the streaming thread has asked for: the place that is next, and the first one that may still be under way. Only so much is, since
-// what others read of memory would wait behind it.
+// What the streaming thread asks for, slot after slot.
 struct Requests {
   const Ring &ring;
-  int n_ahead;  // slots under way at most
-  RingPlace at, first;
+  int *posted;  // how many were asked for
+  RingPlace at;
   int n = 0;
   TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
-    if (n == n_ahead) {
-      barrier_wait(ring.full + first.slot * 8, first.parity);
-      first.advance(1, ring.n_slots);
-      n--;
-    }
     barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
     barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
     copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8);
     at.advance(1, ring.n_slots);
+    post(posted, ++n);
+  }
+};
+
+// The same by another thread, some slots ahead, to L2 only: memory goes on while the ring is full.
+struct Prefetches {
+  const int *posted;
+  int n_ahead;
+  int n = 0;
+  TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
+    if (await_count(posted, n - n_ahead) < n) prefetch_bulk(from, nbytes);
     n++;
   }
 };
@@ -91,6 +96,7 @@ struct TaskRing {
 TL_BOTH int page_slots(const KvLayer &kv) { return 2 * kv.k_nbytes > kSlotBytes ? 2 : 1; }
 
 // The panels of a product, item by item.
+template <class Requests>
 TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
   const CtaShare share = share_of(p, blockIdx.x);
   const int block_bytes = p.weight.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
@@ -103,15 +109,15 @@ TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
 }
 
 // The pages that the CTA's chunks read, chunk by chunk.
-TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const Keys &keys, const int32_t *table) {
+template <class Requests>
+TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const CtaPlace &cta, const Keys &keys, const int32_t *table) {
   const KvLayer &kv = a.attend.place.kv;
   const KeyChunks chunks = chunks_of(keys);
-  const int rank = blockIdx.x % a.n_ranks;
 #pragma unroll 1
-  for (int unit = blockIdx.x / a.n_ranks; unit < a.n_units; unit += a.n_strides) {
-    const int kv_head = unit % a.attend.place.n_kv_heads;
+  for (int unit = cta.unit; unit < a.n_units; unit += a.n_strides) {
+    const int kv_head = unit < a.attend.place.n_kv_heads ? unit : unit % a.attend.place.n_kv_heads;
 #pragma unroll 1
-    for (int chunk = chunks.first + rank; chunk < chunks.end; chunk += a.n_ranks) {
+    for (int chunk = chunks.first + cta.rank; chunk < chunks.end; chunk += a.n_ranks) {
       const PagesRead read = pages_of(keys, chunk);
       int page[kPagesOfChunk];
 #pragma unroll

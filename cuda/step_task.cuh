@@ -54,6 +54,7 @@ struct StepAttention {
   AttendArgs attend;
   int32_t n_units, n_ranks;  // heads of K with up to kTileQueries queries; CTAs of each
   int32_t n_strides;         // units that are worked on at once
+  int32_t group, n_quads;    // queries of a head of K; quads of dims that a CTA merges of a unit
   Channel qkv, out;
 };
 
@@ -75,6 +76,11 @@ struct StepOrder {
     round = round + 1 < n_rounds ? round + 1 : 0;
     if (round) task = n_first;
   }
+};
+
+// Which unit of every attention a CTA works on first, and as which of its CTAs.
+struct CtaPlace {
+  int unit, rank;
 };
 
 // The panels of one CTA.
