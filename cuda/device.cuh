@@ -212,6 +212,20 @@ TL_DEVICE int await_count(const int *count, int least) {  // until it is that mu
   return n;
 }
 
+// Moves a warpgroup's registers up or down to n a thread, where the target has that.
+template <int n>
+TL_DEVICE void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
+#endif
+}
+template <int n>
+TL_DEVICE void give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));
+#endif
+}
+
 // ---- clusters
 
 TL_DEVICE int cluster_rank() {

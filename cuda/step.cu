@@ -26,10 +26,10 @@
 namespace tl {
 namespace {
 
-constexpr int kStepThreads = kThreads + 64;  // and a warp that streams, and one that prefetches
-constexpr int kMinSlots = 2 * kPagesOfChunk * 2, kMaxTasks = 1024;
+constexpr int kStepThreads = kThreads + 128;  // and four warps, of which one streams; they give their registers to the others
+constexpr int kMinSlots = kTeamsOfCta * kPagesOfChunk, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;                 // fewer do not pay
-constexpr int kPrefetched = 24;              // slots beyond the ring that L2 is to hold: 25 MB of all CTAs together
+constexpr int kPrefetched = 8;               // slots beyond the ring that L2 is to hold: 8 MB of all CTAs together
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
 static_assert(kMinSlots >= kWarps, "see Ring");
 
@@ -38,6 +38,8 @@ struct StepArgs {
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
   int32_t n_slots, n_prefetched, n_ranks;
+  int32_t n_angles, angle_at;  // cosines and sines of the row's position, where attention has them in shared memory
+  const float *cos, *sin;
   int32_t tasks_at, operand_at, partial_at, norm_at, attention_at, attention_nbytes;  // in shared memory, behind the ring
   uint8_t *channels, *states;
   int32_t channel_nbytes;
@@ -100,17 +102,23 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     *posted = 0;
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
   }
-  for (int i = threadIdx.x * 16; i < a.attention_nbytes; i += kStepThreads * 16) *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
-  __syncthreads();
   const int pos = a.rows.pos ? a.rows.pos[0] : -1;
   const int32_t *tables = pos < 0 ? nullptr : a.rows.page_table[a.rows.seq[0]];
+  for (int i = threadIdx.x * 16; i < a.angle_at - a.attention_at; i += kStepThreads * 16) *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
+  if (pos >= 0 && (int)threadIdx.x < a.n_angles) {
+    const int64_t at = (int64_t)pos * a.n_angles + threadIdx.x;
+    ((float2 *)(shared + a.angle_at))[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
+  }
+  __syncthreads();
   const CtaPlace cta = {(int)blockIdx.x / a.n_ranks, (int)blockIdx.x % a.n_ranks};
   if (threadIdx.x >= kThreads) {
+    give_registers<40>();
     if (threadIdx.x == kThreads) stream_step(a, {ring, posted}, held, cta, pos, tables);
-    if (threadIdx.x == kThreads + 32) prefetch_step(a, {posted, a.n_prefetched + a.n_slots}, cta, pos, tables);
+    if (threadIdx.x == kThreads + 32 && a.n_prefetched) prefetch_step(a, {posted, a.n_prefetched}, cta, pos, tables);
     return;
   }
 
+  take_registers<232>();  // what is spilled goes to L2, behind all that is streamed
   const StepMemory memory{shared + a.operand_at, (float *)(shared + a.partial_at), (float *)(shared + a.norm_at), (float *)(step + 2),
                           shared + a.attention_at};
   Handover hand{a.channels, a.channel_nbytes, (uint64_t)*step << kTaskBits};
@@ -285,7 +293,7 @@ Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &l
 // Whether the parts are what this kernel does.
 bool suits(const tl_plan &plan, const std::vector<StepPart> &parts) {
   if (plan.desc.kv_dtype != TL_BF16 && plan.desc.kv_dtype != TL_F16) return false;
-  if (plan.desc.head_dim % 4 || plan.desc.dim > 4 * kThreads * kStepQuads) return false;
+  if (plan.desc.head_dim % 4 || plan.head_pad > kStepHeadPad || plan.desc.dim > 4 * kThreads * kStepQuads) return false;
   for (const StepPart &part : parts)
     if (!part.attends && part.gemv.program.n_ops && (part.gemv.program.op[0].kind != kRowLoad || part.gemv.program.n_ops > kMaxStepOps)) return false;
   return true;
@@ -333,7 +341,8 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
     if (t.attends) {
       const KvLayer &kv = t.attention.attend.place.kv;
       AttentionMemory m;
-      a.attention_nbytes = std::max(a.attention_nbytes, lay_out(m, nullptr, kv.head_pad, kv.k_nbytes, t.attention.n_quads, 0));
+      a.attention_nbytes = lay_out(m, nullptr, kv.head_pad, kv.k_nbytes, t.attention.n_quads, 0);
+      a.angle_at = a.attention_nbytes - round_up(kv.head_pad * 4, 16);
       a.n_ranks = t.attention.n_ranks;  // of all: they have the same heads
     } else {
       operand = std::max(operand, t.product.n_blocks * 32);
@@ -352,7 +361,11 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   if (a.n_slots < kMinSlots) return false;
   a.n_prefetched = getenv("TL_AHEAD") ? atoi(getenv("TL_AHEAD")) : kPrefetched;
   const int ring = round_up(a.n_slots * (kSlotBytes + 16), 128);
-  for (int32_t *offset : {&a.tasks_at, &a.operand_at, &a.partial_at, &a.norm_at, &a.attention_at}) *offset += ring;
+  a.n_angles = plan.desc.rope_cos ? plan.desc.rotary_dim / 2 : 0;
+  a.cos = plan.desc.rope_cos;
+  a.sin = plan.desc.rope_sin;
+  a.angle_at += a.attention_at;
+  for (int32_t *offset : {&a.angle_at, &a.tasks_at, &a.operand_at, &a.partial_at, &a.norm_at, &a.attention_at}) *offset += ring;
   a.tasks = placed(context, plan, program.tasks);
   if (!a.tasks) return false;
   a.order = program.order;

@@ -1,5 +1,5 @@
 // Attention of one row, as a task of a step (step.cu). The CTAs of a unit, the queries of one KV head, take its key chunks in turn, each
-// chunk a team of four warps; they hand the chunks' states to each other through flagged words, and each merges them in order for some of
+// chunk a team of two warps; they hand the chunks' states to each other through flagged words, and each merges them in order for some of
 // the dims. The functions, and so the bits, are those of attend.cuh.
 #pragma once
 
@@ -7,10 +7,11 @@
 
 namespace tl {
 
-constexpr int kStepTeams = 2, kStepTeamWarps = kPagesOfChunk;  // of a CTA; each warp scores a page
-constexpr int kMergeQuads = 8;  // of four dims, that a CTA merges at a time
+constexpr int kTeamsOfCta = 4, kWarpsOfTeam = kWarps / kTeamsOfCta, kPagesOfWarp = kPagesOfChunk / kWarpsOfTeam;
+constexpr int kStepHeadPad = 128;  // most that a head is padded to: its page is a slot, and the ring holds the chunks of all teams
+constexpr int kMergeQuads = 8;  // of four dims, that a warp merges at a time: a lane a dim
 constexpr int kGroupsOfSpan = kSpanChunks / TL_CHUNK_GROUP;
-static_assert(kStepTeams * kStepTeamWarps == kWarps && kStepTeamWarps == kArrivals, "warps are the teams'");
+static_assert(kWarpsOfTeam == kArrivals && 4 * kStepHeadPad * TL_PAGE_POSITIONS <= kSlotBytes, "slots are a team's");
 
 struct AttentionMemory {
   uint8_t *q;         // tile of kTileQueries
@@ -18,10 +19,11 @@ struct AttentionMemory {
   float *raw, *head;  // (kWarps, head_pad) each
   uint4 *new_k, *new_v;
   uint4 *p;           // (pages, 32) of the team
-  float *top;         // (pages, kTileQueries) of the team
+  float *top;         // (kWarpsOfTeam, kTileQueries) of the team
   float4 *o, *state;  // (kMergeQuads, kSpanChunks): O of a quad; l, and the factors of what is there and of the chunk
+  float2 *angle;      // (rotary_dim / 2,): cosine and sine at the row's position; the last part
   float *group_m;     // (kMergeQuads, kGroupsOfSpan)
-  float *total;       // (6, quads of the CTA): m, l, o[4] of the groups that are closed
+  float *total;       // (dims of the CTA, 3): m, l and O of the groups that are closed
 };
 
 // Quads of a unit that each of its CTAs merges.
@@ -40,12 +42,13 @@ TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, int head_pad, int k_nbyte
   m.head = (float *)take(kWarps * head_pad * 4);
   m.new_k = (uint4 *)take(head_pad * 2);
   m.new_v = (uint4 *)take(head_pad * 2);
-  m.p = (uint4 *)take(kStepTeams * kPagesOfChunk * 512) + team * kPagesOfChunk * 32;
-  m.top = (float *)take(kStepTeams * kPagesOfChunk * kTileQueries * 4) + team * kPagesOfChunk * kTileQueries;
+  m.p = (uint4 *)take(kTeamsOfCta * kPagesOfChunk * 512) + team * kPagesOfChunk * 32;
+  m.top = (float *)take(kTeamsOfCta * kWarpsOfTeam * kTileQueries * 4) + team * kWarpsOfTeam * kTileQueries;
   m.o = (float4 *)take(kMergeQuads * kSpanChunks * 16);
   m.state = (float4 *)take(kMergeQuads * kSpanChunks * 16);
   m.group_m = (float *)take(kMergeQuads * kGroupsOfSpan * 4);
-  m.total = (float *)take(6 * n_quads * 4);
+  m.total = (float *)take(12 * n_quads * 4);
+  m.angle = (float2 *)take(head_pad * 4);
   return at;
 }
 
@@ -135,10 +138,9 @@ TL_DEVICE void insert_own(shared_t k, shared_t v, const AttentionMemory &m, int 
 // Where a chunk's pages are in the ring: found before anyone waits for them.
 struct ChunkPages {
   PagesRead read;
-  bool own;              // this warp's page is read
-  RingPlace place, more; // of that: keys, and values where they have a slot of their own
-  RingPlace freed;       // the slot that this lane frees
+  RingPlace own[kPagesOfWarp], freed;  // of this warp's pages; the slot that this lane frees
   shared_t v[kPagesOfChunk];
+  TL_DEVICE_MEMBER bool reads(int page) const { return page >= read.first && page < read.first + read.n; }
 };
 
 TL_DEVICE RingPlace further(const RingPlace &place, int n, int n_slots) {  // less than a whole ring
@@ -148,18 +150,15 @@ TL_DEVICE RingPlace further(const RingPlace &place, int n, int n_slots) {  // le
   return at;
 }
 
-TL_DEVICE void find_pages(ChunkPages &c, const AttentionMemory &m, const Ring &ring, const RingPlace &place, const KvLayer &kv, const Keys &keys, int chunk) {
-  const int w = warp_id() % kStepTeamWarps, n = page_slots(kv), offset = n == 1 ? kv.k_nbytes : 0;
+TL_DEVICE void find_pages(ChunkPages &c, const AttentionMemory &m, const Ring &ring, const RingPlace &place, int k_nbytes, const Keys &keys, int chunk) {
+  const int first = warp_id() % kWarpsOfTeam * kPagesOfWarp;
   c.read = pages_of(keys, chunk);
-  c.own = w >= c.read.first && w < c.read.first + c.read.n;
-  c.place = further(place, max(w - c.read.first, 0) * n, ring.n_slots);
-  c.more = further(c.place, n - 1, ring.n_slots);
-  c.freed = further(place, min(lane_id(), 2 * kPagesOfChunk), ring.n_slots);
 #pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) {
-    const bool read = j >= c.read.first && j < c.read.first + c.read.n;
-    c.v[j] = lane_id() * 16 + (read ? ring.address(further(place, (j - c.read.first) * n + n - 1, ring.n_slots)) + offset : shared_of(m.zeros));
-  }
+  for (int j = 0; j < kPagesOfWarp; j++) c.own[j] = further(place, max(first + j - c.read.first, 0), ring.n_slots);
+  c.freed = further(place, lane_id() % kPagesOfChunk, ring.n_slots);
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk; j++)
+    c.v[j] = lane_id() * 16 + (c.reads(j) ? ring.address(further(place, j - c.read.first, ring.n_slots)) + k_nbytes : shared_of(m.zeros));
 }
 
 // A chunk's state for all queries of the unit, to whoever merges it. By a team.
@@ -167,49 +166,59 @@ template <class Kv>
 TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const Ring &ring, const ChunkPages &c,
                             const Keys &keys, int chunk, int pos) {
   const KvLayer &kv = t.attend.place.kv;
-  const int w = warp_id() % kStepTeamWarps, lane = lane_id(), team_barrier = kTaskBarrier + 1 + warp_id() / kStepTeamWarps, head_pad = kv.head_pad;
-  const int n = page_slots(kv), page_first = chunk * TL_KEY_CHUNK + w * TL_PAGE_POSITIONS;
+  const int w = warp_id() % kWarpsOfTeam, lane = lane_id(), team_barrier = kTaskBarrier + 1 + warp_id() / kWarpsOfTeam, head_pad = kv.head_pad;
+  const int first = chunk * TL_KEY_CHUNK + w * kPagesOfWarp * TL_PAGE_POSITIONS;
   const float scale = t.attend.scale;
   const uint64_t flag = state_flag(hand, chunk);
   uint8_t *to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
-  float s[1][2][4], (&x)[2][4] = s[0];
-  shared_t k[1] = {shared_of(m.zeros)};
-  if (c.own) {
-    k[0] = ring.wait(c.place);
-    const shared_t v = n == 1 ? k[0] + kv.k_nbytes : ring.wait(c.more);
-    if (pos >= page_first && pos < page_first + TL_PAGE_POSITIONS) insert_own(k[0], v, m, head_pad, pos - page_first);
+  float s[kPagesOfWarp][2][4], top[2];
+  shared_t k[kPagesOfWarp];
+#pragma unroll
+  for (int j = 0; j < kPagesOfWarp; j++) {
+    const int page = w * kPagesOfWarp + j, page_first = first + j * TL_PAGE_POSITIONS;
+    k[j] = shared_of(m.zeros);
+    if (c.reads(page)) k[j] = ring.wait(c.own[j]);
+    if (pos >= page_first && pos < page_first + TL_PAGE_POSITIONS) insert_own(k[j], k[j] + kv.k_nbytes, m, head_pad, pos - page_first);
+    k[j] += lane * 16;
   }
-  k[0] += lane * 16;
-  score_pages<Kv, 1>(s, shared_of(m.q) + lane * 16, k, head_pad / 16);
-  if (keys.first > page_first || keys.end < page_first + TL_PAGE_POSITIONS) {
-    const int lo[2] = {keys.first - page_first, keys.first - page_first}, hi[2] = {keys.end - page_first, keys.end - page_first};
-    mask_page(x, lo, hi);
-  }
-  float top[2];
+  score_pages<Kv, kPagesOfWarp>(s, shared_of(m.q) + lane * 16, k, head_pad / 16);
+  if (keys.first > first || keys.end < first + kPagesOfWarp * TL_PAGE_POSITIONS)
+#pragma unroll
+    for (int j = 0; j < kPagesOfWarp; j++) {
+      const int page = first + j * TL_PAGE_POSITIONS, lo[2] = {keys.first - page, keys.first - page}, hi[2] = {keys.end - page, keys.end - page};
+      mask_page(s[j], lo, hi);
+    }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     top[h] = row_maximum<Kv>(lane_maximum<Kv>(s, h));
     if (lane % 4 == 0) m.top[w * kTileQueries + lane / 4 + 8 * h] = top[h];
   }
-  sync_threads(team_barrier, kStepTeamWarps * 32);
+  sync_threads(team_barrier, kWarpsOfTeam * 32);
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const float *all = m.top + lane / 4 + 8 * h;
-    top[h] = larger<Kv>(larger<Kv>(all[0], all[kTileQueries]), larger<Kv>(all[2 * kTileQueries], all[3 * kTileQueries]));
-    top[h] = chunk_maximum<Kv>(top[h], scale);
-  }
+  for (int h = 0; h < 2; h++) top[h] = chunk_maximum<Kv>(larger<Kv>(top[h], m.top[(1 - w) * kTileQueries + lane / 4 + 8 * h]), scale);
+  static_assert(kWarpsOfTeam == 2, "the other warp has the other maximum");
   uint32_t p[kPagesOfChunk][4];
-  soften_page<Kv>(p[0], x, top, scale);
-  m.p[w * 32 + lane] = make_uint4(p[0][0], p[0][1], p[0][2], p[0][3]);
-  sync_threads(team_barrier, kStepTeamWarps * 32);
+#pragma unroll
+  for (int j = 0; j < kPagesOfWarp; j++) {
+    soften_page<Kv>(p[j], s[j], top, scale);
+    m.p[(w * kPagesOfWarp + j) * 32 + lane] = make_uint4(p[j][0], p[j][1], p[j][2], p[j][3]);
+  }
+  sync_threads(team_barrier, kWarpsOfTeam * 32);
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk; j++) {
     const uint4 four = m.p[j * 32 + lane];
     p[j][0] = four.x, p[j][1] = four.y, p[j][2] = four.z, p[j][3] = four.w;
   }
   const bool exists[2] = {lane / 4 < u.n_queries, lane / 4 + 8 < u.n_queries};
-#pragma unroll 1
-  for (int b = w; b < head_pad / 16; b += kStepTeamWarps) {
+  if (w) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float l = sum_of_p<Kv>(p, h);
+      if (exists[h] && lane % 4 == 0) store_flagged(to + h * 8 * u.query_bytes, two_floats(top[h], l), flag);
+    }
+  }
+#pragma unroll 2
+  for (int b = w; b < head_pad / 16; b += kWarpsOfTeam) {
     float o[2][4];
     shared_t block[kPagesOfChunk];
 #pragma unroll
@@ -223,15 +232,8 @@ TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const Attenti
       store_flagged(word + h * 8 * u.query_bytes + 64, two_floats(o[1][2 * h], o[1][2 * h + 1]), flag);
     }
   }
-  if (w == kStepTeamWarps - 1) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const float l = sum_of_p<Kv>(p, h);
-      if (exists[h] && lane % 4 == 0) store_flagged(to + h * 8 * u.query_bytes, two_floats(top[h], l), flag);
-    }
-  }
   __syncwarp();
-  if (lane < c.read.n * n) ring.free(c.freed, 1);
+  if (lane < c.read.n) ring.free(c.freed, 1);
 }
 
 // What a CTA merges of a unit, and where this thread's first quad lies; found before the thread waits.
@@ -279,48 +281,31 @@ TL_DEVICE void find_factors(const AttentionMemory &m, int begin, int n_chunks, i
   }
 }
 
-// One quad's groups of the span, in order, into its total. By one thread.
-TL_DEVICE void merge_quad(const AttentionMemory &m, int quad, float *total, int stride, int begin, int n_chunks) {
-  float total_m = total[0], total_l = total[stride], sum[4];
-#pragma unroll
-  for (int d = 0; d < 4; d++) sum[d] = total[(2 + d) * stride];
-  const float4 *state = m.state + quad * kSpanChunks, *o = m.o + quad * kSpanChunks;
+// One dim's groups of the span, in order, into its total: m, l and O. By a lane.
+struct Total {
+  float m, l, o;
+};
+TL_DEVICE void merge_dim(const AttentionMemory &m, Total &total, int quad, int dim, int begin, int n_chunks) {
+  const float4 *state = m.state + quad * kSpanChunks;
+  const float *o = (const float *)(m.o + quad * kSpanChunks) + dim;
   int c = 0;
 #pragma unroll 1
   for (int group = 0; c < n_chunks; group++) {
     const float group_m = m.group_m[quad * kGroupsOfSpan + group];
     const int end = min(n_chunks, (group + 1) * TL_CHUNK_GROUP - begin % TL_CHUNK_GROUP);
-    float l = 0.0f, x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const auto merge = [&](const float4 &s, const float4 &y) {
-      const MergeFactors f = {s.y, s.z};
-      l = merge_value(l, s.x, f);
-      x[0] = merge_value(x[0], y.x, f);
-      x[1] = merge_value(x[1], y.y, f);
-      x[2] = merge_value(x[2], y.z, f);
-      x[3] = merge_value(x[3], y.w, f);
-    };
-    constexpr int kAtOnce = 8;
-#pragma unroll 1
-    for (; c + kAtOnce <= end; c += kAtOnce) {
-      float4 s[kAtOnce], y[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) s[i] = state[c + i], y[i] = o[c + i];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) merge(s[i], y[i]);
+    float l = 0.0f, x = 0.0f;
+#pragma unroll 8
+    for (; c < end; c++) {
+      const float4 s = state[c];
+      l = merge_value(l, s.x, {s.y, s.z});
+      x = merge_value(x, o[4 * c], {s.y, s.z});
     }
-#pragma unroll 1
-    for (; c < end; c++) merge(state[c], o[c]);
     if (group_m == kMasked) continue;
-    const MergeFactors f = merge_factors(total_m, group_m);
-    total_l = merge_value(total_l, l, f);
-#pragma unroll
-    for (int d = 0; d < 4; d++) sum[d] = merge_value(sum[d], x[d], f);
-    total_m = fmaxf(total_m, group_m);
+    const MergeFactors f = merge_factors(total.m, group_m);
+    total.l = merge_value(total.l, l, f);
+    total.o = merge_value(total.o, x, f);
+    total.m = fmaxf(total.m, group_m);
   }
-  total[0] = total_m;
-  total[stride] = total_l;
-#pragma unroll
-  for (int d = 0; d < 4; d++) total[(2 + d) * stride] = sum[d];
 }
 
 // Merges the span's chunks begin .. end - 1 into the totals of this CTA's quads.
@@ -343,29 +328,34 @@ TL_DEVICE void merge_span(const StepAttention &t, const Unit &u, const Attention
     meet();
     find_factors(m, begin, n_chunks, n);
     meet();
-    if ((int)threadIdx.x < n) merge_quad(m, threadIdx.x, m.total + base + threadIdx.x, share.n_quads, begin, n_chunks);
+    if ((int)threadIdx.x >= 4 * n) continue;
+    float *total = m.total + base * 12 + threadIdx.x * 3;
+    Total sum = {total[0], total[1], total[2]};
+    merge_dim(m, sum, threadIdx.x / 4, threadIdx.x % 4, begin, n_chunks);
+    total[0] = sum.m, total[1] = sum.l, total[2] = sum.o;
   }
 }
 
-// O / l of this CTA's quads, to the operand of the next product, padding included. By the threads that merged them.
+// O / l of this CTA's quads, to the operand of the next product, padding included. By the warp that merged them.
 TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share) {
   const AttendArgs &a = t.attend;
-  const int head_dim = a.place.head_dim;
-  if (threadIdx.x >= kMergeQuads) return;
+  const int head_dim = a.place.head_dim, dtype = a.out.dtype, dim = threadIdx.x % 4;
+  if (threadIdx.x >= 4 * kMergeQuads) return;
+  uint8_t *words = t.out.index >= 0 ? hand.words(t.out) : nullptr, *out = (uint8_t *)a.out.data;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
-    if (t.out.index >= 0) store_flagged(hand.words(t.out) + column * 4, (uint64_t)high << 32 | low, hand.flag);
-    put_four((uint8_t *)a.out.data, column, low, high);
+    if (words) store_flagged(words + column * 4, (uint64_t)high << 32 | low, hand.flag);
+    put_four(out, column, low, high);
   };
 #pragma unroll 1
-  for (int quad = threadIdx.x; quad < share.n_mine; quad += kMergeQuads) {
-    int query, d;
-    find_quad(t, share, quad - threadIdx.x, query, d);
-    const int head = u.first_head + query;
-    const float l = m.total[share.n_quads + quad], inverse = l != 0.0f ? 1.0f / l : 0.0f;
-    float o[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) o[i] = l != 0.0f ? m.total[(2 + i) * share.n_quads + quad] * inverse : 0.0f;
-    if (d < head_dim) hand_on(head * head_dim + d, pack_pair(a.out.dtype, o[0], o[1]), pack_pair(a.out.dtype, o[2], o[3]));
+  for (int base = 0; base < share.n_mine; base += kMergeQuads) {
+    const int quad = base + threadIdx.x / 4, per_query = a.place.kv.head_pad / 4, all = share.first + quad;
+    const bool exists = quad < share.n_mine;
+    const float *total = m.total + base * 12 + threadIdx.x * 3;
+    const float l = exists ? total[1] : 0.0f, y = l != 0.0f ? total[2] * (1.0f / l) : 0.0f;
+    const uint32_t pair = pack_pair(dtype, y, __shfl_sync(0xffffffffu, y, lane_id() + 1)), high = __shfl_sync(0xffffffffu, pair, lane_id() + 2);
+    if (!exists || dim) continue;
+    const int query = all < per_query ? 0 : all / per_query, head = u.first_head + query, d = (all - query * per_query) * 4;
+    if (d < head_dim) hand_on(head * head_dim + d, pair, high);
     if (head == a.place.n_heads - 1 && d == 0)
 #pragma unroll 1
       for (int column = a.place.n_heads * head_dim; column < a.out.n_in; column += 4) hand_on(column, 0, 0);
@@ -385,11 +375,16 @@ TL_DEVICE void run_attention(const StepAttention &t, const CtaPlace &cta, uint8_
   }
   const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
   const KeyChunks chunks = chunks_of(keys);
-  const int team = warp_id() / kStepTeamWarps, own = pos / TL_KEY_CHUNK, n_ranks = t.n_ranks, n_slots = page_slots(kv);
-  Pairs angle;
-  load_angles(angle, a.place, max(pos, 0));
+  const int team = warp_id() / kWarpsOfTeam, own = pos / TL_KEY_CHUNK, n_ranks = t.n_ranks;
   AttentionMemory m;
   lay_out(m, memory, kv.head_pad, kv.k_nbytes, t.n_quads, team);
+  Pairs angle;
+#pragma unroll
+  for (int j = 0; j < kLanePairs; j++) {
+    const int i = lane_id() + 32 * j;
+    const float2 at = i < a.place.rotary_dim / 2 ? m.angle[i] : make_float2(1.0f, 0.0f);
+    angle.a[j] = at.x, angle.b[j] = at.y;
+  }
   const int later = own - chunks.first - cta.rank;
   const bool owns = pos >= 0 && later >= 0 && later % n_ranks == 0;
   const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
@@ -398,17 +393,17 @@ TL_DEVICE void run_attention(const StepAttention &t, const CtaPlace &cta, uint8_
   for (; index < t.n_units; index += t.n_strides) {
     const Unit u = unit_of(t, index, cta.rank, states);
     const MergeShare share = merge_share(t, u);
-    // A team's next chunk: the first or second of the CTA's, and every other one from there on.
+    // A team's next chunk: one of the CTA's first kTeamsOfCta, and every kTeamsOfCta-th from there on.
     ChunkPages c;
     int chunk = chunks.first + cta.rank;
-    const auto skip = [&] {
-      base.advance(pages_of(keys, chunk).n * n_slots, ring.n_slots);
-      chunk += n_ranks;
+    const auto skip = [&](int n) {
+#pragma unroll 1
+      for (; n && chunk < chunks.end; n--, chunk += n_ranks) base = further(base, pages_of(keys, chunk).n, ring.n_slots);
     };
-    if (team && chunk < chunks.end) skip();
-    if (chunk < chunks.end) find_pages(c, m, ring, base, kv, keys, chunk);
+    skip(team);
+    if (chunk < chunks.end) find_pages(c, m, ring, base, kv.k_nbytes, keys, chunk);
     if (settled) meet();  // no one reads the unit before any more
-    for (int i = threadIdx.x; i < 6 * share.n_quads; i += kThreads) m.total[i] = i < share.n_quads ? kMasked : 0.0f;
+    for (int i = threadIdx.x; i < 12 * share.n_quads; i += kThreads) m.total[i] = i % 3 ? 0.0f : kMasked;
     place_heads<Kv>(t, u, m, hand, angle, page, pos % TL_PAGE_POSITIONS, owns);
     meet();
     if (!settled) settle();
@@ -416,13 +411,12 @@ TL_DEVICE void run_attention(const StepAttention &t, const CtaPlace &cta, uint8_
 #pragma unroll 1
     for (int begin = chunks.first; begin < chunks.end;) {
       const int end = min(chunks.end, (begin / kSpanChunks + 1) * kSpanChunks);
-      // A team that waits for a chunk has read the one two before: the ring holds two chunks, so no slot is two uses behind.
+      // A team that waits for a chunk has read the one kTeamsOfCta before: the ring holds as many, so no slot is two uses behind.
 #pragma unroll 1
       while (chunk < end) {
         attend_chunk<Kv>(t, u, m, hand, ring, c, keys, chunk, pos);
-        skip();
-        if (chunk < chunks.end) skip();
-        if (chunk < chunks.end) find_pages(c, m, ring, base, kv, keys, chunk);
+        skip(kTeamsOfCta);
+        if (chunk < chunks.end) find_pages(c, m, ring, base, kv.k_nbytes, keys, chunk);
       }
       if (begin != chunks.first) meet();  // what the last span left to merge is read
       merge_span(t, u, m, hand, share, begin, end);

@@ -6,8 +6,8 @@
 
 namespace tl {
 
-constexpr int kSlotBytes = 8192;  // of the ring: an item of weights, or a page of a KV head (two slots where that is larger)
-constexpr int kArrivals = 4;      // that free a slot: of the warps of a team, or all of one warp
+constexpr int kSlotBytes = 8192;  // of the ring: an item of weights, or a page of a KV head
+constexpr int kArrivals = 2;      // that free a slot: of the warps of a team, or both of one warp
 constexpr int kHeldTasks = 8, kTasksAhead = 4;  // descriptions in shared memory; how far ahead they are asked for
 
 constexpr int kTaskRingBytes = kHeldTasks * (int)(sizeof(StepTask) + 16);
@@ -93,8 +93,6 @@ struct TaskRing {
   }
 };
 
-TL_BOTH int page_slots(const KvLayer &kv) { return 2 * kv.k_nbytes > kSlotBytes ? 2 : 1; }
-
 // The panels of a product, item by item.
 template <class Requests>
 TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
@@ -126,13 +124,7 @@ TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const C
 #pragma unroll
       for (int j = 0; j < kPagesOfChunk; j++) {
         if (j >= read.n) break;
-        const uint8_t *k = k_of(kv, page[j], kv_head);
-        if (page_slots(kv) == 1) {
-          requests.request(k, 2 * kv.k_nbytes);
-        } else {
-          requests.request(k, kv.k_nbytes);
-          requests.request(k + kv.k_nbytes, kv.k_nbytes);
-        }
+        requests.request(k_of(kv, page[j], kv_head), 2 * kv.k_nbytes);
       }
     }
   }

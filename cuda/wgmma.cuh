@@ -29,16 +29,6 @@ TL_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Moves a warpgroup's registers up or down to n a thread.
-template <int n>
-TL_DEVICE void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
-}
-template <int n>
-TL_DEVICE void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));
-}
-
 #define TL_WGMMA_32(type)                                                                                                                    \
   asm volatile(                                                                                                                              \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %21, 0;\n"                                                                                       \
