@@ -37,7 +37,8 @@ struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots, n_prefetched, n_ranks;
+  int32_t n_slots, n_prefetched;
+  AttentionShape shape;
   int32_t n_angles, angle_at;  // cosines and sines of the row's position, where attention has them in shared memory
   const float *cos, *sin;
   int32_t tasks_at, operand_at, partial_at, norm_at, attention_at, attention_nbytes;  // in shared memory, behind the ring
@@ -58,7 +59,7 @@ TL_DEVICE void request_task(const StepArgs &a, Requests &requests, const StepTas
   if (!t.attends)
     request_weights(requests, t.product);
   else if (pos >= 0)
-    request_pages(requests, t.attention, cta, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
+    request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
 }
 
 // By one thread: all that the CTA reads of memory that no task of the step writes.
@@ -110,10 +111,10 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     ((float2 *)(shared + a.angle_at))[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
   }
   __syncthreads();
-  const CtaPlace cta = {(int)blockIdx.x / a.n_ranks, (int)blockIdx.x % a.n_ranks};
+  const CtaPlace cta = {(int)blockIdx.x / a.shape.n_ranks, (int)blockIdx.x % a.shape.n_ranks};
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
-    if (threadIdx.x == kThreads) stream_step(a, {ring, posted}, held, cta, pos, tables);
+    if (threadIdx.x == kThreads) stream_step(a, {ring, posted, pass_policy()}, held, cta, pos, tables);
     if (threadIdx.x == kThreads + 32 && a.n_prefetched) prefetch_step(a, {posted, a.n_prefetched}, cta, pos, tables);
     return;
   }
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   take_registers<232>();  // what is spilled goes to L2, behind all that is streamed
   const StepMemory memory{shared + a.operand_at, (float *)(shared + a.partial_at), (float *)(shared + a.norm_at), (float *)(step + 2),
                           shared + a.attention_at};
+  const AttentionPlan plan = plan_attention(a.shape, cta, memory.attention, a.states);
   Handover hand{a.channels, a.channel_nbytes, (uint64_t)*step << kTaskBits};
   RingPlace place;
   int task = 0, round = 0;
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     };
     hand.flag++;
     if (t.attends)
-      run_attention<Kv>(t.attention, cta, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
+      run_attention<Kv>(t.attention, plan, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
       run_product(t.product, memory, hand, ring, place, settle);
     a.order.next(task, round);
@@ -228,23 +230,31 @@ StepTask product_of(const GemvArgs &g, int n, int n_ctas, Channels &channels) {
   return task;
 }
 
-StepTask attention_of(const AttendArgs &a, int n, int n_ctas, Channels &channels) {
+StepTask attention_of(const AttendArgs &a, int n, Channels &channels) {
   StepTask task;
   memset((void *)&task, 0, sizeof task);
   task.attends = 1;
   StepAttention &t = task.attention;
   t.attend = a;
-  t.group = a.place.n_heads / a.place.n_kv_heads;
-  t.n_units = a.place.n_kv_heads * ((t.group + kTileQueries - 1) / kTileQueries);
-  t.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / t.n_units));
-  t.n_strides = n_ctas / t.n_ranks;
-  t.n_quads = merged_quads(std::min(t.group, kTileQueries), a.place.kv.head_pad, t.n_ranks);
   Rows &rows = t.attend.place.rows;  // put in where it runs: rows share tasks
   rows.pos = rows.seq = nullptr;
   rows.page_table = nullptr;
   t.qkv = channels.from(a.place.qkv, n);
   t.out = channels.to(a.out.data, n);
   return task;
+}
+
+AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
+  AttentionShape s;
+  s.n_kv_heads = plan.desc.n_kv_heads;
+  s.group = plan.desc.n_heads / plan.desc.n_kv_heads;
+  s.head_pad = plan.head_pad;
+  s.k_nbytes = k_page_nbytes(plan.desc.kv_dtype, plan.head_pad);
+  s.n_units = s.n_kv_heads * ((s.group + kTileQueries - 1) / kTileQueries);
+  s.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / s.n_units));
+  s.n_strides = n_ctas / s.n_ranks;
+  s.n_quads = merged_quads(std::min(s.group, kTileQueries), s.head_pad, s.n_ranks);
+  return s;
 }
 
 // Whether two tasks are the same, but for by how many stages the second one's K and V lie behind the first one's.
@@ -268,7 +278,7 @@ Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &l
   Channels channels(parts);
   for (const StepPart &part : parts) {
     const int n = (int)p.tasks.size();
-    p.tasks.push_back(part.attends ? attention_of(part.attend, n, n_ctas, channels) : product_of(part.gemv, n, n_ctas, channels));
+    p.tasks.push_back(part.attends ? attention_of(part.attend, n, channels) : product_of(part.gemv, n, n_ctas, channels));
   }
   if (channels.full()) return {};
   p.order = {(int32_t)p.tasks.size(), 0, 1, 0, 0};
@@ -336,20 +346,16 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
   int operand = 0, partial = kRoundBytes, norm = 0;
   StepArgs a = {};
-  a.n_ranks = 1;
-  for (const StepTask &t : program.tasks) {
-    if (t.attends) {
-      const KvLayer &kv = t.attention.attend.place.kv;
-      AttentionMemory m;
-      a.attention_nbytes = lay_out(m, nullptr, kv.head_pad, kv.k_nbytes, t.attention.n_quads, 0);
-      a.angle_at = a.attention_nbytes - round_up(kv.head_pad * 4, 16);
-      a.n_ranks = t.attention.n_ranks;  // of all: they have the same heads
-    } else {
+  a.shape = shape_of(plan, n_ctas);
+  AttentionMemory layout;
+  a.attention_nbytes = lay_out(layout, nullptr, a.shape, 0);
+  a.angle_at = a.attention_nbytes - round_up(plan.head_pad * 4, 16);
+  for (const StepTask &t : program.tasks)
+    if (!t.attends) {
       operand = std::max(operand, t.product.n_blocks * 32);
       norm = std::max(norm, t.product.n_early_norms * t.product.dim * 4);
       partial = std::max(partial, t.product.round_panels * t.product.n_chunks * kPanelRows * 4);
     }
-  }
   int at = 0;
   const auto take = [&at](int nbytes) { return std::exchange(at, at + round_up(nbytes, 128)); };
   a.tasks_at = take(kTaskRingBytes + 16 + 2 * kWarps * 4);

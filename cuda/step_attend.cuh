@@ -29,7 +29,8 @@ struct AttentionMemory {
 // Quads of a unit that each of its CTAs merges.
 TL_BOTH int merged_quads(int n_queries, int head_pad, int n_ranks) { return (n_queries * head_pad / 4 + n_ranks - 1) / n_ranks; }
 
-TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, int head_pad, int k_nbytes, int n_quads, int team) {
+TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, const AttentionShape &shape, int team) {
+  const int head_pad = shape.head_pad;
   int at = 0;
   const auto take = [&](int nbytes) {
     uint8_t *p = base + at;
@@ -37,7 +38,7 @@ TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, int head_pad, int k_nbyte
     return p;
   };
   m.q = take(kTileQueries * head_pad * 2);
-  m.zeros = take(k_nbytes);
+  m.zeros = take(shape.k_nbytes);
   m.raw = (float *)take(kWarps * head_pad * 4);
   m.head = (float *)take(kWarps * head_pad * 4);
   m.new_k = (uint4 *)take(head_pad * 2);
@@ -47,7 +48,7 @@ TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, int head_pad, int k_nbyte
   m.o = (float4 *)take(kMergeQuads * kSpanChunks * 16);
   m.state = (float4 *)take(kMergeQuads * kSpanChunks * 16);
   m.group_m = (float *)take(kMergeQuads * kGroupsOfSpan * 4);
-  m.total = (float *)take(12 * n_quads * 4);
+  m.total = (float *)take(12 * shape.n_quads * 4);
   m.angle = (float2 *)take(head_pad * 4);
   return at;
 }
@@ -66,16 +67,15 @@ struct Unit {
   uint8_t *states;
 };
 
-TL_DEVICE Unit unit_of(const StepAttention &t, int unit, int rank, uint8_t *states) {
-  const PlaceArgs &p = t.attend.place;
-  const int sub = unit < p.n_kv_heads ? 0 : unit / p.n_kv_heads, first = sub * kTileQueries;  // a division costs as much as a barrier
+TL_DEVICE Unit unit_of(const AttentionShape &shape, int unit, int rank, uint8_t *states) {
+  const int sub = unit < shape.n_kv_heads ? 0 : unit / shape.n_kv_heads, first = sub * kTileQueries;
   Unit u;
-  u.kv_head = unit - sub * p.n_kv_heads;
-  u.first_head = u.kv_head * t.group + first;
-  u.n_queries = min(t.group - first, kTileQueries);
+  u.kv_head = unit - sub * shape.n_kv_heads;
+  u.first_head = u.kv_head * shape.group + first;
+  u.n_queries = min(shape.group - first, kTileQueries);
   u.rank = rank;
   u.stores = sub == 0;
-  u.query_bytes = state_words(p.kv.head_pad) * 16;
+  u.query_bytes = state_words(shape.head_pad) * 16;
   u.chunk_bytes = u.n_queries * u.query_bytes;
   u.states = states + (int64_t)u.first_head * 2 * kSpanChunks * u.query_bytes;
   return u;
@@ -241,20 +241,33 @@ struct MergeShare {
   int n_quads, n_mine, first;  // quads of every CTA, of this one, and its first one
   int query, dim;              // of the thread's quad of the first kMergeQuads
 };
-TL_DEVICE MergeShare merge_share(const StepAttention &t, const Unit &u) {
-  const int per_query = t.attend.place.kv.head_pad / 4;
-  const int n_quads = u.n_queries == min(t.group, kTileQueries) ? t.n_quads : merged_quads(u.n_queries, t.attend.place.kv.head_pad, t.n_ranks);
-  const int first = u.rank * n_quads, quad = first + threadIdx.x % kMergeQuads, query = quad < per_query ? 0 : quad / per_query;
+TL_DEVICE MergeShare merge_share(const AttentionShape &shape, const Unit &u) {
+  const int per_query = shape.head_pad / 4, n_quads = merged_quads(u.n_queries, shape.head_pad, shape.n_ranks);
+  const int first = u.rank * n_quads, quad = first + threadIdx.x % kMergeQuads, query = quad / per_query;
   return {n_quads, min(n_quads, u.n_queries * per_query - first), first, query, (quad - query * per_query) * 4};
 }
 // The same of a later quad, `base` on.
-TL_DEVICE void find_quad(const StepAttention &t, const MergeShare &share, int base, int &query, int &dim) {
-  query = share.query;
-  dim = share.dim;
-  if (!base) return;
-  const int per_query = t.attend.place.kv.head_pad / 4, quad = share.first + base + threadIdx.x % kMergeQuads;
-  query = quad / per_query;
+TL_DEVICE void find_quad(const AttentionShape &shape, const MergeShare &share, int base, int quad_of_base, int &query, int &dim) {
+  const int per_query = shape.head_pad / 4, quad = share.first + base + quad_of_base;
+  query = quad < per_query ? 0 : quad / per_query;
   dim = (quad - query * per_query) * 4;
+}
+
+// All that a CTA works out for its first unit before a step begins.
+struct AttentionPlan {
+  const AttentionShape &shape;
+  CtaPlace cta;
+  uint8_t *states;
+  AttentionMemory memory;
+  Unit unit;
+  MergeShare share;
+};
+TL_DEVICE AttentionPlan plan_attention(const AttentionShape &shape, const CtaPlace &cta, uint8_t *shared, uint8_t *states) {
+  AttentionPlan plan = {shape, cta, states, {}, {}, {}};
+  lay_out(plan.memory, shared, shape, warp_id() / kWarpsOfTeam);
+  plan.unit = unit_of(shape, cta.unit, cta.rank, states);
+  plan.share = merge_share(shape, plan.unit);
+  return plan;
 }
 
 // Factors of the groups' chunks: a thread a chunk, sixteen a group and quad.
@@ -309,12 +322,12 @@ TL_DEVICE void merge_dim(const AttentionMemory &m, Total &total, int quad, int d
 }
 
 // Merges the span's chunks begin .. end - 1 into the totals of this CTA's quads.
-TL_DEVICE void merge_span(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share, int begin, int end) {
+TL_DEVICE void merge_span(const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share, int begin, int end) {
   const int n_chunks = end - begin, quad = threadIdx.x % kMergeQuads;
 #pragma unroll 1
   for (int base = 0; base < share.n_mine; base += kMergeQuads) {
-    int query, dim;
-    find_quad(t, share, base, query, dim);
+    int query = share.query, dim = share.dim;
+    if (base) find_quad(shape, share, base, quad, query, dim);
     const int n = min(kMergeQuads, share.n_mine - base), at = query * u.query_bytes, o_at = (1 + dim / 2) * 16;
     if (base) meet();
 #pragma unroll 1
@@ -337,7 +350,7 @@ TL_DEVICE void merge_span(const StepAttention &t, const Unit &u, const Attention
 }
 
 // O / l of this CTA's quads, to the operand of the next product, padding included. By the warp that merged them.
-TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share) {
+TL_DEVICE void hand_attention(const StepAttention &t, const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share) {
   const AttendArgs &a = t.attend;
   const int head_dim = a.place.head_dim, dtype = a.out.dtype, dim = threadIdx.x % 4;
   if (threadIdx.x >= 4 * kMergeQuads) return;
@@ -348,13 +361,15 @@ TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const Atten
   };
 #pragma unroll 1
   for (int base = 0; base < share.n_mine; base += kMergeQuads) {
-    const int quad = base + threadIdx.x / 4, per_query = a.place.kv.head_pad / 4, all = share.first + quad;
+    const int quad = base + threadIdx.x / 4;
     const bool exists = quad < share.n_mine;
     const float *total = m.total + base * 12 + threadIdx.x * 3;
     const float l = exists ? total[1] : 0.0f, y = l != 0.0f ? total[2] * (1.0f / l) : 0.0f;
     const uint32_t pair = pack_pair(dtype, y, __shfl_sync(0xffffffffu, y, lane_id() + 1)), high = __shfl_sync(0xffffffffu, pair, lane_id() + 2);
     if (!exists || dim) continue;
-    const int query = all < per_query ? 0 : all / per_query, head = u.first_head + query, d = (all - query * per_query) * 4;
+    int query, d;
+    find_quad(shape, share, base, threadIdx.x / 4, query, d);
+    const int head = u.first_head + query;
     if (d < head_dim) hand_on(head * head_dim + d, pair, high);
     if (head == a.place.n_heads - 1 && d == 0)
 #pragma unroll 1
@@ -364,20 +379,19 @@ TL_DEVICE void hand_attention(const StepAttention &t, const Unit &u, const Atten
 
 // The CTA's part of an attention. `settle` is called after the first barrier.
 template <class Kv, class Settle>
-TL_DEVICE void run_attention(const StepAttention &t, const CtaPlace &cta, uint8_t *memory, uint8_t *states, const Handover &hand, const Ring &ring,
-                             RingPlace &base, int pos, const int32_t *table, const Settle &settle) {
+TL_DEVICE void run_attention(const StepAttention &t, const AttentionPlan &plan, const Handover &hand, const Ring &ring, RingPlace &base, int pos,
+                             const int32_t *table, const Settle &settle) {
   const AttendArgs &a = t.attend;
-  const KvLayer &kv = a.place.kv;
-  int index = cta.unit;
-  if (index >= t.n_units) {
+  const AttentionShape &shape = plan.shape;
+  const AttentionMemory &m = plan.memory;
+  int index = plan.cta.unit;
+  if (index >= shape.n_units) {
     meet();
     return settle();
   }
   const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
   const KeyChunks chunks = chunks_of(keys);
-  const int team = warp_id() / kWarpsOfTeam, own = pos / TL_KEY_CHUNK, n_ranks = t.n_ranks;
-  AttentionMemory m;
-  lay_out(m, memory, kv.head_pad, kv.k_nbytes, t.n_quads, team);
+  const int team = warp_id() / kWarpsOfTeam, own = pos / TL_KEY_CHUNK, n_ranks = shape.n_ranks;
   Pairs angle;
 #pragma unroll
   for (int j = 0; j < kLanePairs; j++) {
@@ -385,23 +399,24 @@ TL_DEVICE void run_attention(const StepAttention &t, const CtaPlace &cta, uint8_
     const float2 at = i < a.place.rotary_dim / 2 ? m.angle[i] : make_float2(1.0f, 0.0f);
     angle.a[j] = at.x, angle.b[j] = at.y;
   }
-  const int later = own - chunks.first - cta.rank;
+  const int later = own - chunks.first - plan.cta.rank;
   const bool owns = pos >= 0 && later >= 0 && later % n_ranks == 0;
   const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
   bool settled = false;
 #pragma unroll 1
-  for (; index < t.n_units; index += t.n_strides) {
-    const Unit u = unit_of(t, index, cta.rank, states);
-    const MergeShare share = merge_share(t, u);
+  for (; index < shape.n_units; index += shape.n_strides) {
+    const bool is_first = index == plan.cta.unit;
+    const Unit u = is_first ? plan.unit : unit_of(shape, index, plan.cta.rank, plan.states);
+    const MergeShare share = is_first ? plan.share : merge_share(shape, u);
     // A team's next chunk: one of the CTA's first kTeamsOfCta, and every kTeamsOfCta-th from there on.
     ChunkPages c;
-    int chunk = chunks.first + cta.rank;
+    int chunk = chunks.first + plan.cta.rank;
     const auto skip = [&](int n) {
 #pragma unroll 1
       for (; n && chunk < chunks.end; n--, chunk += n_ranks) base = further(base, pages_of(keys, chunk).n, ring.n_slots);
     };
     skip(team);
-    if (chunk < chunks.end) find_pages(c, m, ring, base, kv.k_nbytes, keys, chunk);
+    if (chunk < chunks.end) find_pages(c, m, ring, base, shape.k_nbytes, keys, chunk);
     if (settled) meet();  // no one reads the unit before any more
     for (int i = threadIdx.x; i < 12 * share.n_quads; i += kThreads) m.total[i] = i % 3 ? 0.0f : kMasked;
     place_heads<Kv>(t, u, m, hand, angle, page, pos % TL_PAGE_POSITIONS, owns);
@@ -416,13 +431,13 @@ TL_DEVICE void run_attention(const StepAttention &t, const CtaPlace &cta, uint8_
       while (chunk < end) {
         attend_chunk<Kv>(t, u, m, hand, ring, c, keys, chunk, pos);
         skip(kTeamsOfCta);
-        if (chunk < chunks.end) find_pages(c, m, ring, base, kv.k_nbytes, keys, chunk);
+        if (chunk < chunks.end) find_pages(c, m, ring, base, shape.k_nbytes, keys, chunk);
       }
       if (begin != chunks.first) meet();  // what the last span left to merge is read
-      merge_span(t, u, m, hand, share, begin, end);
+      merge_span(shape, u, m, hand, share, begin, end);
       begin = end;
     }
-    hand_attention(t, u, m, hand, share);
+    hand_attention(t, shape, u, m, hand, share);
   }
 }
 

@@ -49,12 +49,13 @@ struct Ring {
 struct Requests {
   const Ring &ring;
   int *posted;  // how many were asked for
+  uint64_t policy;  // what is read once does not drive out what CTAs hand to each other
   RingPlace at;
   int n = 0;
   TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
     barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
     barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
-    copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8);
+    copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8, policy);
     at.advance(1, ring.n_slots);
     post(posted, ++n);
   }
@@ -108,14 +109,14 @@ TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
 
 // The pages that the CTA's chunks read, chunk by chunk.
 template <class Requests>
-TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const CtaPlace &cta, const Keys &keys, const int32_t *table) {
+TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const AttentionShape &shape, const CtaPlace &cta, const Keys &keys, const int32_t *table) {
   const KvLayer &kv = a.attend.place.kv;
   const KeyChunks chunks = chunks_of(keys);
 #pragma unroll 1
-  for (int unit = cta.unit; unit < a.n_units; unit += a.n_strides) {
-    const int kv_head = unit < a.attend.place.n_kv_heads ? unit : unit % a.attend.place.n_kv_heads;
+  for (int unit = cta.unit; unit < shape.n_units; unit += shape.n_strides) {
+    const int kv_head = unit < shape.n_kv_heads ? unit : unit % shape.n_kv_heads;
 #pragma unroll 1
-    for (int chunk = chunks.first + cta.rank; chunk < chunks.end; chunk += a.n_ranks) {
+    for (int chunk = chunks.first + cta.rank; chunk < chunks.end; chunk += shape.n_ranks) {
       const PagesRead read = pages_of(keys, chunk);
       int page[kPagesOfChunk];
 #pragma unroll

@@ -50,11 +50,16 @@ struct StepProduct {
   Epilogue epilogue;
 };
 
+// What all attentions of a step share.
+struct AttentionShape {
+  int32_t n_kv_heads, group, head_pad, k_nbytes;  // group: queries of a KV head
+  int32_t n_units, n_ranks;  // KV heads with up to kTileQueries queries; CTAs of each
+  int32_t n_strides;         // units that are worked on at once
+  int32_t n_quads;           // quads of dims that a CTA merges of a unit
+};
+
 struct StepAttention {
   AttendArgs attend;
-  int32_t n_units, n_ranks;  // heads of K with up to kTileQueries queries; CTAs of each
-  int32_t n_strides;         // units that are worked on at once
-  int32_t group, n_quads;    // queries of a head of K; quads of dims that a CTA merges of a unit
   Channel qkv, out;
 };
 
