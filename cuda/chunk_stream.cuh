@@ -13,7 +13,6 @@ constexpr int kSlots = kHopperSlots;
 #else
 constexpr int kSlots = kOlderSlots;
 #endif
-constexpr int kChunkBlocks = TL_K_CHUNK / 16;
 
 // A warp's chunks of a CTA's panels: every kWarps-th, panel after panel.
 struct ChunkWalk {

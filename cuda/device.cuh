@@ -201,17 +201,6 @@ TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t bar
                "r"(barrier)
                : "memory");
 }
-// Has memory bring a run of bytes (a multiple of 16) to L2.
-TL_DEVICE void prefetch_bulk(const void *from, int nbytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes) : "memory"); }
-
-// A number in shared memory that one thread counts up and another one paces itself by.
-TL_DEVICE void post(int *count, int n) { *(volatile int *)count = n; }
-TL_DEVICE int await_count(const int *count, int least) {  // until it is that much
-  int n;
-  while ((n = *(const volatile int *)count) < least) __nanosleep(50);
-  return n;
-}
-
 // Moves a warpgroup's registers up or down to n a thread, where the target has that.
 template <int n>
 TL_DEVICE void take_registers() {

@@ -6,12 +6,159 @@
 // an output are added in index order, so the bits depend neither on the number of rows nor on who took which chunk.
 // A step runs hundreds of these one after another: what counts here is how few instructions lie between the last bytes
 // of a kernel and the first products of the next.
-#include "gemv_body.cuh"
-
 #include <algorithm>
+
+#include "chunk_stream.cuh"
+#include "gemv.cuh"
 
 namespace tl {
 namespace {
+
+constexpr int kRoundBytes = 4096;  // of partial sums, where that holds a unit
+
+// The arguments with what the host works out for them.
+struct Gemv {
+  GemvArgs args;
+  int32_t n_ctas;                           // that have a share
+  int32_t units_each, units_more;           // units of every CTA, and CTAs that have one more
+  int32_t n_chunks, n_blocks, panel_bytes;  // of a panel
+  int32_t round_panels;                     // panels whose sums are held at a time
+  int32_t operand_stride;                   // bytes; a warp's loads of eight rows meet every bank once
+  int32_t operand, partial, scale, bias, addend, norm_partial, nbytes;  // offsets in shared memory
+};
+
+TL_DEVICE void copy_floats(float *to, const float *from, int n) {  // n a multiple of four
+#pragma unroll 1
+  for (int i = threadIdx.x * 4; i < n; i += kThreads * 4) copy16_async(to + i, from + i);
+}
+
+// Outputs of panels begin .. end - 1 of the CTA, from their chunks' sums: sixteen threads a panel and row.
+template <class W>
+TL_DEVICE void finish_panels(const Gemv &v, uint8_t *shared, int first_output, int n_outputs, int begin, int end) {
+  const GemvArgs &g = v.args;
+  const bool scaled = W::kInt8 && !g.weight.group_size;
+  const int per_chunk = g.n_rows * kPanelRows, lane = threadIdx.x % kPanelRows, units = (end - begin) / g.unit_panels;
+  int unit = threadIdx.x / kPanelRows, row = 0;  // threads walk over units, then rows
+#pragma unroll 1
+  for (; row < g.n_rows; unit += kThreads / kPanelRows) {
+#pragma unroll 1
+    while (unit >= units && row < g.n_rows) unit -= units, row++;
+    if (row >= g.n_rows) break;
+    const int panel = unit * g.unit_panels, output = (begin + panel) * kPanelRows + lane;  // of the CTA's
+    const float *p = (const float *)(shared + v.partial) + panel * v.n_chunks * per_chunk + row * kPanelRows + lane;
+    const auto total = [&](const float *p, int output) {
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int c = 0; c < v.n_chunks; c++) sum = sum + p[c * per_chunk];
+      if (scaled) sum = sum * ((const float *)(shared + v.scale))[output];
+      return g.bias ? sum + ((const float *)(shared + v.bias))[output] : sum;
+    };
+    const float y = total(p, output);
+    if (g.unit_panels == 2)
+      finish_gated(g.epilogue, row, first_output + output, y, total(p + v.n_chunks * per_chunk, output + kPanelRows));
+    else if (g.epilogue.kind == kAddToRows)
+      g.epilogue.out[row * g.epilogue.stride + first_output + output] = ((const float *)(shared + v.addend))[row * n_outputs + output] + y;
+    else
+      finish_output(g.epilogue, row, first_output + output, y);
+  }
+}
+
+// The one row, computed by every CTA, to the operand in shared memory; stored where asked by one that stores.
+template <class W>
+TL_DEVICE void run_program(const Gemv &v, uint8_t *shared, bool stores_x, const EarlyNorm<kGemvQuads, true> &early) {
+  float4 x[kGemvQuads];
+  run_row_program<kGemvQuads, true>(v.args.program, 0, stores_x, x, (float *)(shared + v.norm_partial), early);
+  emit_operand<kGemvQuads, true>(v.args.program, 0, x, [&](int column, float lo, float hi, int count) {
+    uint16_t *to = (uint16_t *)(shared + v.operand) + operand_position(column);
+    if (count == 2)
+      *(uint32_t *)to = W::Op::pack(lo, hi);
+    else
+      *to = (uint16_t)W::Op::pack(lo, 0.0f);
+  });
+}
+
+// What an earlier kernel left: the operand rows, and what the outputs are added to.
+TL_DEVICE void fetch_rows(const Gemv &v, uint8_t *shared, int first_output, int n_outputs) {
+  const GemvArgs &g = v.args;
+  const int row_bytes = v.n_blocks * 32;
+#pragma unroll 1
+  for (int r = 0; r < g.n_rows; r++) {
+    const uint8_t *from = (const uint8_t *)g.source.data + r * row_bytes;
+    const shared_t to = shared_of(shared + v.operand + r * v.operand_stride);
+#pragma unroll 2
+    for (int i = threadIdx.x * 16; i < row_bytes; i += kThreads * 16) copy16_async(to + i, from + i);
+    if (g.epilogue.kind == kAddToRows)
+      copy_floats((float *)(shared + v.addend) + r * n_outputs, g.epilogue.addend + r * g.epilogue.stride + first_output, n_outputs);
+  }
+}
+
+// The panels of one CTA.
+struct CtaShare {
+  int first_panel, n_panels;
+};
+TL_DEVICE CtaShare share_of(int cta, int units_each, int units_more, int unit_panels) {
+  return {(cta * units_each + min(cta, units_more)) * unit_panels, (units_each + (cta < units_more)) * unit_panels};
+}
+
+// All of a CTA's share; `wait` returns when what earlier work wrote may be read. `shared` is v.nbytes of memory.
+template <class W, bool kProgram, class Stream, class Wait>
+TL_DEVICE void run_gemv(const Gemv &v, uint8_t *shared, const CtaShare &share, bool stores_x, Stream &stream, const Wait &wait) {
+  constexpr int kSlotBlocks = kSlotBytes / W::kBlockBytes, kParts = ChunkStream<W>::kParts;
+  const GemvArgs &g = v.args;
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), lane = lane_id();
+  const int first_panel = share.first_panel, n_panels = share.n_panels;
+  const int first_output = first_panel * kPanelRows, n_outputs = n_panels * kPanelRows;
+  if (W::kInt8 && !g.weight.group_size) copy_floats((float *)(shared + v.scale), g.weight.scales + first_output, n_outputs);
+  if (g.bias) copy_floats((float *)(shared + v.bias), g.bias + first_output, n_outputs);
+  EarlyNorm<kGemvQuads, true> early;
+  if (kProgram) early.load(g.program);
+  wait();
+  if (kProgram)
+    run_program<W>(v, shared, stores_x, early);
+  else
+    fetch_rows(v, shared, first_output, n_outputs);
+  commit_copies();
+  wait_copies<0>();  // before Hopper, of the ring as well
+  __syncthreads();
+
+  // Right operands of lane (group, t): columns 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of batch row `group`, or of the last one.
+  const int group = lane / 4;
+  const shared_t right = shared_of(shared + v.operand) + min(group, g.n_rows - 1) * v.operand_stride + lane % 4 * 8;
+  float *sums = (float *)(shared + v.partial) + warp * g.n_rows * kPanelRows + lane % 4 * 2 * kPanelRows + group;  // of this warp's next chunk
+  int chunk = warp, item = warp;
+#pragma unroll 1
+  while (chunk >= v.n_chunks) chunk -= v.n_chunks;
+#pragma unroll 1
+  for (int begin = 0; begin < n_panels; begin += v.round_panels) {
+    const int end = min(begin + v.round_panels, n_panels);
+#pragma unroll 1
+    for (; item < end * v.n_chunks; item += kWarps) {
+      const int first = chunk * kChunkBlocks;
+      float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+      for (int part = 0; part < kParts; part++) {
+        const int block = first + part * kSlotBlocks;
+        const shared_t slot = stream.wait() + lane * W::kLaneBytes;
+        if (W::kInt8 && g.weight.group_size)
+          add_scaled_blocks<W>(d, slot, right + block * 32, min(kSlotBlocks, v.n_blocks - block), g.weight, first_panel + item / v.n_chunks, block);
+        else
+          add_blocks<W, kSlotBlocks, 4>(d, slot, right + block * 32, v.n_blocks - block);
+        stream.done();
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (lane % 4 * 2 + j % 2 < g.n_rows) sums[j % 2 * kPanelRows + j / 2 * 8] = d[j];
+      sums += kWarps * g.n_rows * kPanelRows;
+      chunk += kWarps;
+#pragma unroll 1
+      while (chunk >= v.n_chunks) chunk -= v.n_chunks;
+    }
+    __syncthreads();
+    finish_panels<W>(v, shared, first_output, n_outputs, begin, end);
+    sums -= (end - begin) * v.n_chunks * g.n_rows * kPanelRows;
+    if (end < n_panels) __syncthreads();
+  }
+}
 
 template <class W, bool kProgram>
 __global__ void __launch_bounds__(kThreads, 2) gemv(const Gemv v) {

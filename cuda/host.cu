@@ -70,7 +70,7 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   c->code = (int)code.sharedSizeBytes / 16;
   c->overlaps = c->code >= kCodeSm90 && !getenv("TINYLOOP_CUDA_SERIAL");  // set it to time kernels one by one
   const char *steps = getenv("TINYLOOP_CUDA_STEP");
-  c->steps = c->code >= kCodeSm90 && props.cooperativeLaunch && steps && !strcmp(steps, "1");
+  c->steps = c->code >= kCodeSm90 && props.cooperativeLaunch && !(steps && !strcmp(steps, "0"));
   c->major = props.major;
   c->minor = props.minor;
   snprintf(c->name, sizeof c->name, "%.60s", props.name);

@@ -29,7 +29,6 @@ namespace {
 constexpr int kStepThreads = kThreads + 128;  // and four warps, of which one streams; they give their registers to the others
 constexpr int kMinSlots = kTeamsOfCta * kPagesOfChunk, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;                 // fewer do not pay
-constexpr int kPrefetched = 8;               // slots beyond the ring that L2 is to hold: 8 MB of all CTAs together
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
 static_assert(kMinSlots >= kWarps, "see Ring");
 
@@ -37,7 +36,7 @@ struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots, n_prefetched;
+  int32_t n_slots;
   AttentionShape shape;
   int32_t n_angles, angle_at;  // cosines and sines of the row's position, where attention has them in shared memory
   const float *cos, *sin;
@@ -54,14 +53,6 @@ TL_DEVICE const int32_t *table_of(const StepArgs &a, const int32_t *tables, cons
   return tables + (int64_t)(t.attend.place.rows.stage + round * a.order.n_stages) * a.rows.table_stride;
 }
 
-template <class Requests>
-TL_DEVICE void request_task(const StepArgs &a, Requests &requests, const StepTask &t, const CtaPlace &cta, int pos, const int32_t *tables, int round) {
-  if (!t.attends)
-    request_weights(requests, t.product);
-  else if (pos >= 0)
-    request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
-}
-
 // By one thread: all that the CTA reads of memory that no task of the step writes.
 TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing &held, const CtaPlace &cta, int pos, const int32_t *tables) {
   int task = 0, round = 0, asked = 0, asked_round = 0;
@@ -71,20 +62,15 @@ TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing 
   }
 #pragma unroll 1
   for (int n = 0; task < a.order.n_tasks; n++) {
-    request_task(a, requests, held.wait(n), cta, pos, tables, round);
+    const StepTask &t = held.wait(n);
+    if (!t.attends)
+      request_weights(requests, t.product);
+    else if (pos >= 0)
+      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
     held.request(n + kTasksAhead, a.tasks + asked);
     a.order.next(asked, asked_round);
-  }
-}
-
-TL_DEVICE void prefetch_step(const StepArgs &a, Prefetches requests, const CtaPlace &cta, int pos, const int32_t *tables) {
-  int task = 0, round = 0;
-#pragma unroll 1
-  while (task < a.order.n_tasks) {
-    request_task(a, requests, a.tasks[task], cta, pos, tables, round);
-    a.order.next(task, round);
   }
 }
 
@@ -94,18 +80,17 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   const TaskRing held(shared + a.tasks_at);
   const Ring ring(shared_of(shared), a.n_slots);
   unsigned long long *step = (unsigned long long *)(shared + a.tasks_at + kTaskRingBytes);
-  int *posted = (int *)(step + 1);
   wait_for_previous_kernel();
   if (threadIdx.x == 0) {
     ring.init();
     held.init();
     barrier_init_done();
-    *posted = 0;
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
   }
   const int pos = a.rows.pos ? a.rows.pos[0] : -1;
   const int32_t *tables = pos < 0 ? nullptr : a.rows.page_table[a.rows.seq[0]];
-  for (int i = threadIdx.x * 16; i < a.angle_at - a.attention_at; i += kStepThreads * 16) *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x * 16; i < a.angle_at - a.attention_at; i += kStepThreads * 16)
+    *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
   if (pos >= 0 && (int)threadIdx.x < a.n_angles) {
     const int64_t at = (int64_t)pos * a.n_angles + threadIdx.x;
     ((float2 *)(shared + a.angle_at))[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
@@ -114,8 +99,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   const CtaPlace cta = {(int)blockIdx.x / a.shape.n_ranks, (int)blockIdx.x % a.shape.n_ranks};
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
-    if (threadIdx.x == kThreads) stream_step(a, {ring, posted, pass_policy()}, held, cta, pos, tables);
-    if (threadIdx.x == kThreads + 32 && a.n_prefetched) prefetch_step(a, {posted, a.n_prefetched}, cta, pos, tables);
+    if (threadIdx.x == kThreads) stream_step(a, {ring, pass_policy(), {}}, held, cta, pos, tables);
     return;
   }
 
@@ -365,7 +349,6 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.attention_at = take(a.attention_nbytes);
   a.n_slots = (context.max_shared_nbytes - at - 128) / (kSlotBytes + 16);
   if (a.n_slots < kMinSlots) return false;
-  a.n_prefetched = getenv("TL_AHEAD") ? atoi(getenv("TL_AHEAD")) : kPrefetched;
   const int ring = round_up(a.n_slots * (kSlotBytes + 16), 128);
   a.n_angles = plan.desc.rope_cos ? plan.desc.rotary_dim / 2 : 0;
   a.cos = plan.desc.rope_cos;

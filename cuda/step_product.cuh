@@ -92,13 +92,13 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
     if (op.kind == kRowNorm) {
       const float *weight = n_norms < kEarlyNorms ? m.norm + n_norms * n : op.p;
       wait_copies<0>();
-      norm_quads<kStepQuads>(v, [&](int j) { return *(const float4 *)(weight + quad_index(j)); }, n, t.eps, m.norm_partial + n_norms % 2 * kWarps, meet);
+      norm_quads<kStepQuads>(
+          v, [&](int j) { return *(const float4 *)(weight + quad_index(j)); }, n, t.eps, m.norm_partial + n_norms % 2 * kWarps, meet);
       n_norms++;
     } else if (op.kind == kRowAdd) {
       if (o != early) take_quads(other, hand, op.channel, op.p, n);
 #pragma unroll
-      for (int j = 0; j < kStepQuads; j++)
-        v[j] = make_float4(v[j].x + other[j].x, v[j].y + other[j].y, v[j].z + other[j].z, v[j].w + other[j].w);
+      for (int j = 0; j < kStepQuads; j++) v[j] = make_float4(v[j].x + other[j].x, v[j].y + other[j].y, v[j].z + other[j].z, v[j].w + other[j].w);
     } else if (blockIdx.x == 0) {  // kRowStore
 #pragma unroll
       for (int j = 0; j < kStepQuads; j++)
@@ -126,7 +126,8 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
   const int n = t.n_blocks * 4;  // words
   if (t.operand.index < 0) {
 #pragma unroll 2
-    for (int i = threadIdx.x * 16; i < t.n_blocks * 32; i += kThreads * 16) *(uint4 *)(m.operand + i) = *(const uint4 *)((const uint8_t *)t.source + i);
+    for (int i = threadIdx.x * 16; i < t.n_blocks * 32; i += kThreads * 16)
+      *(uint4 *)(m.operand + i) = *(const uint4 *)((const uint8_t *)t.source + i);
     return;
   }
   constexpr int kAtOnce = 4;
@@ -259,39 +260,67 @@ TL_DEVICE void finish_round(const StepProduct &t, const StepMemory &m, const Han
 struct Items {
   int panel, part;  // of the next one
   int n_items, n_chunks, n_blocks;
+  RingPlace at;
+  TL_DEVICE_MEMBER void next(const Ring &ring) {
+    at.advance(kWarps, ring.n_slots);
+    part += kWarps;
+#pragma unroll 1
+    while (part >= n_items) part -= n_items, panel++;
+  }
 };
 
-// This warp's items of the panels begin .. end - 1 of the share: the sums of their chunks.
+// The sums of one item's chunks: one, or two of int8.
 template <class W>
-TL_DEVICE void sum_items(const StepProduct &t, const StepMemory &m, const Ring &ring, RingPlace &at, const CtaShare &share, int begin, int end, Items &i) {
-  constexpr int kBlocks = TL_K_CHUNK / 16, kChunks = W::kInt8 ? 2 : 1;
+TL_DEVICE void sum_item(float (&d)[2][4], const StepProduct &t, const Items &i, shared_t slot, shared_t right, int first_panel) {
+#pragma unroll
+  for (int c = 0; c < (W::kInt8 ? 2 : 1); c++) {
+    const int block = (i.part * (W::kInt8 ? 2 : 1) + c) * kChunkBlocks, n_blocks = i.n_blocks - block;
+    const shared_t left = slot + c * kChunkBlocks * W::kBlockBytes;
+    if (W::kInt8 && t.weight.group_size)
+      add_scaled_blocks<W>(d[c], left, right + block * 32, min(n_blocks, kChunkBlocks), t.weight, first_panel + i.panel, block);
+    else
+      add_blocks<W, kChunkBlocks, kChunkBlocks / 2>(d[c], left, right + block * 32, n_blocks);
+  }
+}
+
+// This warp's items of the panels begin .. end - 1 of the share: the sums of their chunks, two whole ones at a time.
+template <class W>
+TL_DEVICE void sum_items(const StepProduct &t, const StepMemory &m, const Ring &ring, const CtaShare &share, int begin, int end, Items &i) {
+  constexpr int kChunks = W::kInt8 ? 2 : 1;
   const int lane = lane_id();
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
   float *sums = m.partial + lane / 4;
+  const auto whole = [&](const Items &x) { return (x.part * kChunks + kChunks) * kChunkBlocks <= x.n_blocks; };
+  const auto leave = [&](const Items &x, int c, const float (&d)[4]) {
+    float *to = sums + ((x.panel - begin) * x.n_chunks + x.part * kChunks + c) * kPanelRows;
+    if (lane % 4 == 0 && x.part * kChunks + c < x.n_chunks) to[0] = d[0], to[8] = d[2];
+  };
+  const auto free = [&](const Items &x) {
+    if (lane == 0) ring.free(x.at, kArrivals);
+  };
 #pragma unroll 1
   while (i.panel < end) {
-    const int chunk = i.part * kChunks;
-    const shared_t slot = ring.wait(at) + lane * W::kLaneBytes;
-    float d[kChunks][4] = {};
-#pragma unroll
-    for (int c = 0; c < kChunks; c++) {
-      const int block = (chunk + c) * kBlocks, n_blocks = i.n_blocks - block;
-      const shared_t left = slot + c * kBlocks * W::kBlockBytes;
-      if (W::kInt8 && t.weight.group_size)
-        add_scaled_blocks<W>(d[c], left, right + block * 32, min(n_blocks, kBlocks), t.weight, share.first_panel + i.panel, block);
-      else
-        add_blocks<W, kBlocks, kBlocks / 2>(d[c], left, right + block * 32, n_blocks);
+    const Items one = i;
+    i.next(ring);
+    float d[2][4] = {};
+    const bool groups = W::kInt8 && t.weight.group_size;
+    const bool two = !W::kInt8 && i.panel < end && whole(one) && whole(i);  // items at once
+    shared_t slot[2] = {ring.wait(one.at) + lane * W::kLaneBytes, 0};
+    if (two || (W::kInt8 && whole(one) && !groups)) {
+      const int block = one.part * kChunks * kChunkBlocks, second = two ? i.part * kChunkBlocks : block + kChunkBlocks;
+      slot[1] = two ? ring.wait(i.at) + lane * W::kLaneBytes : slot[0] + kChunkBlocks * W::kBlockBytes;
+      add_two<W, kChunkBlocks, 4>(d, slot, {right + block * 32, right + second * 32});
+    } else {
+      sum_item<W>(d, t, one, slot[0], right, share.first_panel);
     }
     __syncwarp();
-    if (lane == 0) ring.free(at, kArrivals);
-    float *to = sums + ((i.panel - begin) * i.n_chunks + chunk) * kPanelRows;
-#pragma unroll
-    for (int c = 0; c < kChunks; c++)
-      if (lane % 4 == 0 && chunk + c < i.n_chunks) to[c * kPanelRows] = d[c][0], to[c * kPanelRows + 8] = d[c][2];
-    at.advance(kWarps, ring.n_slots);
-    i.part += kWarps;
-#pragma unroll 1
-    while (i.part >= i.n_items) i.part -= i.n_items, i.panel++;
+    free(one);
+    leave(one, 0, d[0]);
+    if (W::kInt8) leave(one, 1, d[1]);
+    if (!two) continue;
+    free(i);
+    leave(i, 0, d[1]);
+    i.next(ring);
   }
 }
 
@@ -306,9 +335,8 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
   const int own = (int)threadIdx.x / kPanelRows * t.unit_panels;
   Finish f = begin_finish(t, hand, (share.first_panel + own) * kPanelRows + threadIdx.x % kPanelRows, own < share.n_panels);
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), round_panels = t.round_panels, dtype = t.weight.dtype;
-  Items items = {0, warp, t.n_items, t.n_chunks, t.n_blocks};
-  RingPlace at = base;
-  at.advance(warp, ring.n_slots);
+  Items items = {0, warp, t.n_items, t.n_chunks, t.n_blocks, base};
+  items.at.advance(warp, ring.n_slots);
   base.advance(share.n_panels * items.n_items, ring.n_slots);
 #pragma unroll 1
   while (items.part >= items.n_items) items.part -= items.n_items, items.panel++;
@@ -321,13 +349,13 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
 #pragma unroll 1
   for (int begin = 0; begin < share.n_panels; begin += round_panels) {
     const int end = min(begin + round_panels, share.n_panels);
-    // A warp that waits for an item has read the one eight before: the ring is no shorter, so no slot is two uses behind.
+    // A warp that waits for two items has read the one eight before them: the ring holds sixteen, so no slot is two uses behind.
     if (dtype == TL_INT8)
-      sum_items<Int8Weights>(t, m, ring, at, share, begin, end, items);
+      sum_items<Int8Weights>(t, m, ring, share, begin, end, items);
     else if (dtype == TL_BF16)
-      sum_items<FloatWeights<Bf16>>(t, m, ring, at, share, begin, end, items);
+      sum_items<FloatWeights<Bf16>>(t, m, ring, share, begin, end, items);
     else
-      sum_items<FloatWeights<F16>>(t, m, ring, at, share, begin, end, items);
+      sum_items<FloatWeights<F16>>(t, m, ring, share, begin, end, items);
     meet();
     finish_round(t, m, hand, share, begin, end, f);
     if (end < share.n_panels) meet();

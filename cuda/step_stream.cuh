@@ -48,27 +48,13 @@ struct Ring {
 // What the streaming thread asks for, slot after slot.
 struct Requests {
   const Ring &ring;
-  int *posted;  // how many were asked for
   uint64_t policy;  // what is read once does not drive out what CTAs hand to each other
   RingPlace at;
-  int n = 0;
   TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
     barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
     barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
     copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8, policy);
     at.advance(1, ring.n_slots);
-    post(posted, ++n);
-  }
-};
-
-// The same by another thread, some slots ahead, to L2 only: memory goes on while the ring is full.
-struct Prefetches {
-  const int *posted;
-  int n_ahead;
-  int n = 0;
-  TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
-    if (await_count(posted, n - n_ahead) < n) prefetch_bulk(from, nbytes);
-    n++;
   }
 };
 
@@ -95,7 +81,6 @@ struct TaskRing {
 };
 
 // The panels of a product, item by item.
-template <class Requests>
 TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
   const CtaShare share = share_of(p, blockIdx.x);
   const int block_bytes = p.weight.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
@@ -108,8 +93,8 @@ TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
 }
 
 // The pages that the CTA's chunks read, chunk by chunk.
-template <class Requests>
-TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const AttentionShape &shape, const CtaPlace &cta, const Keys &keys, const int32_t *table) {
+TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const AttentionShape &shape, const CtaPlace &cta, const Keys &keys,
+                             const int32_t *table) {
   const KvLayer &kv = a.attend.place.kv;
   const KeyChunks chunks = chunks_of(keys);
 #pragma unroll 1

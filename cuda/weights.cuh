@@ -5,6 +5,8 @@
 
 namespace tl {
 
+constexpr int kChunkBlocks = TL_K_CHUNK / 16;
+
 template <class T>
 struct FloatWeights {
   using Op = T;
@@ -56,6 +58,27 @@ TL_DEVICE void add_blocks(float (&d)[4], shared_t block, shared_t right, int n_b
   }
 #pragma unroll 1
   for (int i = 0; i < n_blocks; i++) add_run<W, 1>(d, block + i * W::kBlockBytes, right + i * 32);
+}
+
+// Two sums of kWhole blocks each, side by side: a product need not wait for the one before it.
+template <class W, int kWhole, int kRun>
+TL_DEVICE void add_two(float (&d)[2][4], const shared_t (&block)[2], const shared_t (&right)[2]) {
+#pragma unroll
+  for (int first = 0; first < kWhole; first += kRun) {
+    uint32_t a[2][kRun][4];
+    uint2 b[2][kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; i++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        W::load(a[k][i], block[k] + (first + i) * W::kBlockBytes);
+        b[k][i] = load_shared8(right[k] + (first + i) * 32);
+      }
+#pragma unroll
+    for (int i = 0; i < kRun; i++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) W::Op::mma(d[k], a[k][i], b[k][i].x, b[k][i].y);
+  }
 }
 
 // The same where groups of int8 columns have scales: kScaleColumns are summed from zero, then scaled and added in order.

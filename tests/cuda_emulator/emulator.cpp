@@ -344,7 +344,7 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   c->max_shared_nbytes = 227 << 10;
   c->code = kCodeSm90a;
   const char *steps = getenv("TINYLOOP_CUDA_STEP");
-  c->steps = steps && !strcmp(steps, "1");
+  c->steps = !(steps && !strcmp(steps, "0"));
   c->major = 9;
   snprintf(c->name, sizeof c->name, "CUDA emulator");
   *out = c;

@@ -327,10 +327,6 @@ inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrie
 }
 inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier, uint64_t) { copy_bulk(to, from, nbytes, barrier); }
 
-inline void prefetch_bulk(const void *, int) {}
-inline void post(int *count, int n) { *count = n; }
-inline int await_count(const int *, int least) { return least; }  // what is paced is a prefetch
-
 inline int cluster_rank() { return emulator::current->rank; }
 inline int cluster_size() { return emulator::current->cluster_size; }
 inline void cluster_sync() { emulator::sync_cluster(); }
