@@ -29,6 +29,7 @@ cdef class CudaContext(Context):
         self.device = CudaDevice(device)
         Context.__init__(self, library, 1, "best", device)
         self.stream = <void *><uintptr_t>self.device.stream
+        self._launch = <launch_function><uintptr_t>self.device.address("cuGraphLaunch")
         self._stages = []
         self._next_stage = 0
 
@@ -58,6 +59,15 @@ cdef class CudaContext(Context):
 
     cdef int wait(self) except -1:
         self.device.wait("the work before")
+        return 0
+
+    cdef int launch(self, uintptr_t graph) except -1:
+        """Enqueues a graph of the device; other threads run meanwhile."""
+        cdef int status
+        with nogil:
+            status = self._launch(<void *>graph, self.stream)
+        if status:
+            self.device.check_status(status, "launching a graph")
         return 0
 
     # ---- loading weights: the host reads into one pinned buffer while another is copied

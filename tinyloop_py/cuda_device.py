@@ -89,6 +89,15 @@ class CudaDevice:
         wants = f"{what} needs more memory than there is" if asked is None else f"{what} needs {asked:,} bytes of device memory"
         return OutOfMemoryError(f"out of memory: {wants}" + ("" if free is None else f"; the device has {free:,} bytes free"))
 
+    def address(self, name: str) -> int:
+        """Where a function of the driver lies, for calls without Python; their statuses go to `check_status`."""
+        found = self.driver.cuGetProcAddress(name.encode(), 12000, 0)
+        return int(self.check(found, f"looking for the driver's {name}")[0])
+
+    def check_status(self, status: int, doing: str) -> None:
+        """Raises what the status of a function of `address` stands for, where it is a failure."""
+        self.check((self.driver.CUresult(status),), doing)
+
     def use(self) -> None:
         """Makes the device this thread's: before calls that name neither stream nor device."""
         self.check(self.runtime.cudaSetDevice(self.ordinal), "choosing the device")
@@ -194,11 +203,11 @@ class CudaDevice:
         self.check(r.cudaStreamBeginCapture(self._recorder, mode), "beginning a graph")
         return self._recorder
 
-    def end_graph(self) -> Any:
-        """The recorded work, ready to be launched."""
+    def end_graph(self) -> int:
+        """The recorded work, ready to be launched: what the function at `address("cuGraphLaunch")` takes."""
         graph = self.check(self.runtime.cudaStreamEndCapture(self._recorder), "recording a graph")
         try:
-            return self.check(self.runtime.cudaGraphInstantiate(graph, 0), "making a graph")
+            return int(self.check(self.runtime.cudaGraphInstantiate(graph, 0), "making a graph"))
         finally:
             self.runtime.cudaGraphDestroy(graph)
 
@@ -209,13 +218,7 @@ class CudaDevice:
             self.runtime.cudaGraphDestroy(graph)
         self.runtime.cudaGetLastError()
 
-    def launch(self, graph: Any) -> None:
-        """Enqueues a graph."""
-        (status,) = self.runtime.cudaGraphLaunch(graph, self.stream)
-        if int(status):
-            self.check((status,), "launching a graph")
-
-    def drop_graph(self, graph: Any) -> None:
+    def drop_graph(self, graph: int) -> None:
         """Gives a graph back. Never raises."""
         if self.is_own:
             self.runtime.cudaGraphExecDestroy(graph)
