@@ -27,7 +27,11 @@ cdef class CudaContext(Context):
 
     def __init__(self, Library library, int device=0):
         self.device = CudaDevice(device)
-        Context.__init__(self, library, 1, "best", device)
+        try:
+            Context.__init__(self, library, 1, "best", device)
+        except BaseException:
+            self.device.close()
+            raise
         self.stream = <void *><uintptr_t>self.device.stream
         self._launch = <launch_function><uintptr_t>self.device.address("cuGraphLaunch")
         self._stages = []
