@@ -47,6 +47,7 @@ class Status(enum.IntEnum):
     """cudaError_t and CUresult in one."""
 
     success = 0
+    notReady = 600
     outOfMemory = 2
     invalidValue = 1
 
@@ -75,8 +76,11 @@ class Device:
         self.mapped: dict[int, int] = {}
         self.n_graphs = self.n_instantiated = self.n_launched = 0
         self.n_calls = 0  # of allocation, so that a test can see whether a warm path makes any
-        # What cuGraphLaunch's address leads to; a test may put another `launch` in.
-        self.launch_function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda graph, stream: self.launch(graph, stream))
+        # What the addresses of the driver's functions lead to; a test may put another `launch` or `query` in.
+        self.functions = {
+            b"cuGraphLaunch": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda graph, stream: self.launch(graph, stream)),
+            b"cuStreamQuery": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda stream: self.query(stream)),
+        }
 
     def used(self) -> int:
         """Bytes in use."""
@@ -164,8 +168,10 @@ class Device:
         return Status.success
 
     def address(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
-        assert name == b"cuGraphLaunch"
-        return Status.success, ctypes.cast(self.launch_function, ctypes.c_void_p).value, 0
+        return Status.success, ctypes.cast(self.functions[name], ctypes.c_void_p).value, 0
+
+    def query(self, stream: Any) -> Status:
+        return Status.success
 
     def drop(self, graph: int) -> tuple[Any, ...]:
         self.n_graphs -= 1

@@ -205,6 +205,39 @@ def test_a_failed_launch_fails_the_step_and_leaves_all_as_they_were(emulated, mo
     assert finish(batch) == want
 
 
+def test_a_token_is_waited_for_while_the_device_works(emulated, model, monkeypatch):
+    asked = prompts(1)[0]
+    want = model.generate(asked, 12, 1, **DRAWN)
+    launch, later, asked_for = emulated.launch, [], itertools.count(1)
+
+    def run_later(graph, stream):
+        later.append((graph, stream))
+        return emulated_cuda.Status.success
+
+    def work(stream):  # done when it was asked for the third time
+        if later and next(asked_for) % 3:
+            return emulated_cuda.Status.notReady
+        while later:
+            launch(*later.pop(0))
+        return emulated_cuda.Status.success
+
+    monkeypatch.setattr(emulated, "launch", run_later)
+    monkeypatch.setattr(emulated, "query", work)
+    generation = model._start(asked, 12, 1, **DRAWN)
+    assert list(generation) == want[len(asked) :]
+    assert next(asked_for) > 3
+
+
+def test_a_token_that_never_comes_is_an_error(emulated, model, monkeypatch):
+    asked = prompts(1)[0]
+    want = model.generate(asked, 12, 1, **DRAWN)
+    monkeypatch.setattr(emulated, "launch", lambda graph, stream: emulated_cuda.Status.success)
+    with pytest.raises(RuntimeError, match="the device is done and a token is missing"):
+        model.generate(asked, 12, 1, **DRAWN)
+    monkeypatch.undo()
+    assert model.generate(asked, 12, 1, **DRAWN) == want
+
+
 @pytest.mark.parametrize("nth", [1, 2, 4])
 def test_what_a_launch_that_failed_draws_is_nobodys(emulated, model, monkeypatch, nth):
     asked = prompts(2)

@@ -4,6 +4,7 @@ from .context cimport Context
 from .memory cimport Buffer
 
 ctypedef int (*launch_function)(void *graph, void *stream) noexcept nogil
+ctypedef int (*query_function)(void *stream) noexcept nogil
 
 
 cdef class CudaContext(Context):
@@ -12,6 +13,8 @@ cdef class CudaContext(Context):
     cdef int _next_stage
     cdef Buffer _landing               # where a tensor lies on the device until it is packed
     cdef int64_t _landed               # bytes of it in use
-    cdef launch_function _launch       # the driver's: a launch every few tokens goes through no Python object
+    cdef launch_function _launch       # the driver's: what is called every few tokens goes through no Python object
+    cdef query_function _query
 
     cdef int launch(self, uintptr_t graph) except -1
+    cdef bint works(self) noexcept nogil

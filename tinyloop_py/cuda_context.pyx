@@ -13,6 +13,7 @@ from .cuda_memory import DeviceBuffer, DeviceRange, PinnedBuffer
 
 cdef int64_t STAGE_NBYTES = 16 << 20  # of each of the pinned buffers that weights pass through
 cdef int N_STAGES = 3
+cdef int CUDA_ERROR_NOT_READY = 600
 
 
 @cython.no_gc_clear
@@ -34,6 +35,7 @@ cdef class CudaContext(Context):
             raise
         self.stream = <void *><uintptr_t>self.device.stream
         self._launch = <launch_function><uintptr_t>self.device.address("cuGraphLaunch")
+        self._query = <query_function><uintptr_t>self.device.address("cuStreamQuery")
         self._stages = []
         self._next_stage = 0
 
@@ -73,6 +75,10 @@ cdef class CudaContext(Context):
         if status:
             self.device.check_status(status, "launching a graph")
         return 0
+
+    cdef bint works(self) noexcept nogil:
+        """Whether the device is still at work; where not, or where the driver does not say, `device.is_idle` tells."""
+        return self._query(self.stream) == CUDA_ERROR_NOT_READY
 
     # ---- loading weights: the host reads into one pinned buffer while another is copied
 

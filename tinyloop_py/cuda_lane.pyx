@@ -17,6 +17,7 @@ from .cuda_memory import DeviceBuffer, PinnedBuffer
 
 cdef int RING = 256          # drawn tokens of a row that the host may lag behind
 cdef int SPINS = 1 << 14     # looks at a token's place before the device is asked whether it still works
+cdef int N_ASKED = 64        # times that it is, before Python may act on a signal: some 50 ms
 cdef int LAST_SERIAL = 1 << 30
 
 cdef extern from *:
@@ -248,13 +249,17 @@ cdef class Lane:
     cdef int32_t wait_for(self, int row, int serial, int64_t *waited_ns) except -1:
         """The token of a row's draw, once it is there; the GIL is released while it is not, and that time is added to `waited_ns`."""
         cdef const uint64_t *place = self._here.ring + row * RING + (serial - 1) % RING
+        cdef CudaContext context = <CudaContext>self._plan.context
         cdef bint found = tl_spin(place, serial, 1)
         cdef int64_t begin
         if not found:
             begin = now_ns()
             while not found:
                 with nogil:
-                    found = tl_spin(place, serial, SPINS)
+                    for _ in range(N_ASKED):
+                        found = tl_spin(place, serial, SPINS)
+                        if found or not context.works():
+                            break
                 if not found and self.device.is_idle("decoding") and not tl_spin(place, serial, 1):
                     raise RuntimeError("CUDA decoding: the device is done and a token is missing")
             waited_ns[0] += now_ns() - begin
