@@ -53,6 +53,10 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   }
   cudaDeviceProp props;
   require(cudaGetDeviceProperties(&props, ordinal), "asking the device");
+  if (props.major < 8) {
+    snprintf(text, sizeof text, "%.60s has compute capability %d.%d, and tinyloop needs 8.0 or more", props.name, props.major, props.minor);
+    return refuse(text);
+  }
   require(cudaSetDevice(ordinal), "choosing the device");
   cudaFuncAttributes code;
   const cudaError_t loaded = cudaFuncGetAttributes(&code, (const void *)probe_code);

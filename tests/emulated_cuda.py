@@ -47,6 +47,7 @@ class Status(enum.IntEnum):
     """cudaError_t and CUresult in one."""
 
     success = 0
+    notReady = 600
     outOfMemory = 2
     invalidValue = 1
 
@@ -75,6 +76,11 @@ class Device:
         self.mapped: dict[int, int] = {}
         self.n_graphs = self.n_instantiated = self.n_launched = 0
         self.n_calls = 0  # of allocation, so that a test can see whether a warm path makes any
+        # What the addresses of the driver's functions lead to; a test may put another `launch` or `query` in.
+        self.functions = {
+            b"cuGraphLaunch": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda graph, stream: self.launch(graph, stream)),
+            b"cuStreamQuery": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda stream: self.query(stream)),
+        }
 
     def used(self) -> int:
         """Bytes in use."""
@@ -156,10 +162,16 @@ class Device:
         self.n_instantiated += 1
         return Status.success, graph
 
-    def launch(self, graph: int, stream: Any) -> tuple[Any, ...]:
+    def launch(self, graph: int, stream: Any) -> Status:
         self.n_launched += 1
         self.kernels.emulator_launch_graph(graph)
-        return _OK
+        return Status.success
+
+    def address(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        return Status.success, ctypes.cast(self.functions[name], ctypes.c_void_p).value, 0
+
+    def query(self, stream: Any) -> Status:
+        return Status.success
 
     def drop(self, graph: int) -> tuple[Any, ...]:
         self.n_graphs -= 1
@@ -186,7 +198,7 @@ def _modules(device: Device) -> tuple[ModuleType, ModuleType]:
         cudaEventDestroy=done,
         cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeThreadLocal=1),
         cudaStreamBeginCapture=device.begin_graph, cudaStreamEndCapture=lambda stream: (Status.success, device.kernels.emulator_end_graph()),
-        cudaGraphInstantiate=device.instantiate, cudaGraphDestroy=done, cudaGraphLaunch=device.launch, cudaGraphExecDestroy=device.drop,
+        cudaGraphInstantiate=device.instantiate, cudaGraphDestroy=done, cudaGraphExecDestroy=device.drop,
     )  # fmt: skip
     driver.__dict__.update(
         CUmemAllocationProp=lambda: SimpleNamespace(location=SimpleNamespace()), CUmemAccessDesc=lambda: SimpleNamespace(location=SimpleNamespace()),
@@ -195,7 +207,8 @@ def _modules(device: Device) -> tuple[ModuleType, ModuleType]:
         CUmemAccess_flags=SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3),
         cuMemGetAllocationGranularity=lambda prop, option: (Status.success, GRANULARITY),
         cuMemAddressReserve=device.reserve, cuMemAddressFree=device.release, cuMemCreate=device.create, cuMemMap=device.map, cuMemRelease=done,
-        cuMemSetAccess=device.set_access, cuMemUnmap=device.unmap, cuGetErrorString=lambda status: (Status.success, status.name.encode()),
+        cuMemSetAccess=device.set_access, cuMemUnmap=device.unmap, cuGetProcAddress=device.address, CUresult=Status,
+        cuGetErrorString=lambda status: (Status.success, status.name.encode()),
     )  # fmt: skip
     return runtime, driver
 

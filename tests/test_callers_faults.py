@@ -22,7 +22,7 @@ GREEDY = {"temperature": 0.0, "stop_tokens": ()}
 
 @pytest.fixture
 def model():
-    with tl.Model(tl.demo_model(), 1600, threads=1) as model:
+    with tl.Model(tl.demo_model(), 1600, device="cpu", threads=1) as model:
         yield model
 
 
@@ -88,7 +88,7 @@ def test_stop_tokens_of_a_batch_from_an_iterator(model):
 def test_more_loops_than_a_page_table_can_have(tmp_path):
     config = dataclasses.replace(CONFIGS["shipped"], max_loops=2**31 - 1)
     tl.save_model(tmp_path / "deep.tinyloop", config, random_model(config))
-    with tl.Model(tmp_path / "deep.tinyloop", 1 << 16, kv_budget=10**7) as model:
+    with tl.Model(tmp_path / "deep.tinyloop", 1 << 16, device="cpu", kv_budget=10**7) as model:
         for loops in (10**5, 10**6, 2**30, 2**31 - 1):
             with pytest.raises(tl.OutOfMemoryError, match=r"loops|kv_budget"):
                 model.generate([1], 1, loops=loops)
@@ -116,7 +116,7 @@ def test_a_model_is_opened_once(model):
 
 def test_a_dropped_model_leaves_no_entries_behind():
     pool = tl.PrefixPool()
-    model = tl.Model(model_file("shipped"), 64)
+    model = tl.Model(model_file("shipped"), 64, device="cpu")
     model.register_prefix(pool, list(range(1, 40)))
     assert pool.size() == 1
     del model
@@ -134,7 +134,7 @@ def test_a_model_is_not_copied(model):
 def test_a_limit_on_address_space_leaves_room_for_a_small_model():
     limit = 3 << 30
     path = str(model_file("shipped"))
-    code = f"import tinyloop_py as tl\nwith tl.Model({path!r}, 256, threads=1) as m: print(len(m.generate([1, 2], 5, stop_tokens=())))"
+    code = f"import tinyloop_py as tl\nwith tl.Model({path!r}, 256, device='cpu', threads=1) as m: print(len(m.generate([1, 2], 5, stop_tokens=())))"
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -176,7 +176,7 @@ def test_batches_refuse_arrays_without_a_dimension(model):
 
 def test_kv_mode_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("TINYLOOP_KV_INT8", "banana")
-    with tl.Model(model_file("shipped"), 32, kv_mode="bf16") as model:
+    with tl.Model(model_file("shipped"), 32, device="cpu", kv_mode="bf16") as model:
         assert model.kv_mode == "bf16"
 
 

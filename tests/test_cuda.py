@@ -302,23 +302,59 @@ def test_greedy_tokens_of_the_model_in_the_package_are_those_of_the_cpu():
 # ---- errors of opening
 
 
-@pytest.mark.parametrize(
-    ("status", "version", "text"),
-    [(35, 0, "no NVIDIA driver is installed"), (35, 12040, r"driver is too old.*CUDA 12\.4"), (100, 13000, "sees no device")],
-)
-def test_a_driver_that_cannot_be_used_is_named(emulated, monkeypatch, status, version, text):
+NO_DRIVER, TOO_OLD, NO_DEVICE, NOT_STARTED = (35, 0), (35, 12040), (100, 13000), (3, 13000)
+
+
+def answers(monkeypatch, status, version):
+    """Has the driver be one that cannot be used."""
     runtime = sys.modules["cuda.bindings.runtime"]
-    monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: (status, None))
+    named = type("Named", (int,), {"name": "cudaError"})(status)
+    monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: (named, None))
     monkeypatch.setattr(runtime, "cudaDriverGetVersion", lambda: (0, version))
+    monkeypatch.setattr(runtime, "cudaGetErrorString", lambda status: (0, b"initialization error"))
+    devices._say_once.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [(NO_DRIVER, "no NVIDIA driver is installed"), (NO_DEVICE, "sees no device")], ids=["no driver", "no device"]
+)
+def test_where_no_gpu_is_auto_is_the_cpu_and_says_nothing(emulated, monkeypatch, answer, text):
+    answers(monkeypatch, *answer)
     with pytest.raises(RuntimeError, match=text):
         open_model("cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        open_model("auto").close()
-    devices._say_once.cache_clear()
-    monkeypatch.setenv(devices.AUTO_VARIABLE, "on")
-    with pytest.warns(RuntimeWarning, match=text), open_model("auto") as model:
+        with open_model("auto") as model:
+            assert model.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(TOO_OLD, r"driver is too old.*CUDA 12\.4"), (NOT_STARTED, "initialization error.* fork")],
+    ids=["too old a driver", "a forked child"],
+)
+def test_a_driver_that_cannot_be_used_is_named_and_auto_takes_the_cpu(emulated, monkeypatch, answer, text):
+    answers(monkeypatch, *answer)
+    with pytest.raises(RuntimeError, match=text):
+        open_model("cuda")
+    with pytest.warns(RuntimeWarning, match=f"auto.*{text}"), open_model("auto") as model:
         assert model.device == "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_model("auto").close()  # said once
+
+
+def test_a_driver_that_is_not_there_is_named(emulated, monkeypatch):
+    def absent():
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(sys.modules["cuda.bindings.runtime"], "cudaGetDeviceCount", absent)
+    with pytest.raises(RuntimeError, match=r"no NVIDIA driver answers: Failed to dlopen libcuda\.so\.1"):
+        open_model("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with open_model("auto") as model:
+            assert model.device == "cpu"
 
 
 def test_a_device_that_is_not_there_is_named():
@@ -326,14 +362,12 @@ def test_a_device_that_is_not_there_is_named():
         open_model("cuda:99")
 
 
-def test_auto_is_the_first_device_where_the_environment_asks_for_it(monkeypatch):
-    monkeypatch.delenv(devices.AUTO_VARIABLE, raising=False)
-    with open_model("auto") as model:
-        assert model.device == "cpu"
-    monkeypatch.setenv(devices.AUTO_VARIABLE, "1")
-    with open_model("auto") as model:
-        assert model.device == "cuda:0"
-        assert model.numerics_id.startswith("cuda-sm")
+def test_auto_is_the_first_device():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with open_model("auto") as model:
+            assert model.device == "cuda:0"
+            assert model.numerics_id.startswith("cuda-sm")
 
 
 def test_an_error_that_sticks_says_so(emulated, monkeypatch):

@@ -196,52 +196,75 @@ def test_a_failed_launch_fails_the_step_and_leaves_all_as_they_were(emulated, mo
     want = alone(model, asked, 16)
     batch = started(model, asked, 16)
     step_generations(batch)
-    runtime = sys.modules["cuda.bindings.runtime"]
-    monkeypatch.setattr(runtime, "cudaGraphLaunch", lambda graph, stream: (emulated_cuda.Status.invalidValue,))
+    monkeypatch.setattr(emulated, "launch", lambda graph, stream: emulated_cuda.Status.invalidValue)
     before = [g.n_tokens for g in batch]
-    with pytest.raises(RuntimeError, match="CUDA failed at launching a graph"):
+    with pytest.raises(RuntimeError, match="CUDA failed at launching a graph: invalidValue"):
         step_generations(batch)
     assert [g.n_tokens for g in batch] == before and all(g.finish_reason is None for g in batch)
     monkeypatch.undo()
     assert finish(batch) == want
 
 
-def cut_off(monkeypatch, nth):
-    """Has the nth launch from now on be interrupted when it was made."""
-    runtime, n_launches = sys.modules["cuda.bindings.runtime"], itertools.count(1)
-    launch = runtime.cudaGraphLaunch
+def test_a_token_is_waited_for_while_the_device_works(emulated, model, monkeypatch):
+    asked = prompts(1)[0]
+    want = model.generate(asked, 12, 1, **DRAWN)
+    launch, later, asked_for = emulated.launch, [], itertools.count(1)
 
-    def launch_and_stop(graph, stream):
-        launch(graph, stream)
-        if next(n_launches) == nth:
-            raise KeyboardInterrupt
-        return (emulated_cuda.Status.success,)
+    def run_later(graph, stream):
+        later.append((graph, stream))
+        return emulated_cuda.Status.success
 
-    monkeypatch.setattr(runtime, "cudaGraphLaunch", launch_and_stop)
+    def work(stream):  # done when it was asked for the third time
+        if later and next(asked_for) % 3:
+            return emulated_cuda.Status.notReady
+        while later:
+            launch(*later.pop(0))
+        return emulated_cuda.Status.success
+
+    monkeypatch.setattr(emulated, "launch", run_later)
+    monkeypatch.setattr(emulated, "query", work)
+    generation = model._start(asked, 12, 1, **DRAWN)
+    assert list(generation) == want[len(asked) :]
+    assert next(asked_for) > 3
+
+
+def test_a_token_that_never_comes_is_an_error(emulated, model, monkeypatch):
+    asked = prompts(1)[0]
+    want = model.generate(asked, 12, 1, **DRAWN)
+    monkeypatch.setattr(emulated, "launch", lambda graph, stream: emulated_cuda.Status.success)
+    with pytest.raises(RuntimeError, match="the device is done and a token is missing"):
+        model.generate(asked, 12, 1, **DRAWN)
+    monkeypatch.undo()
+    assert model.generate(asked, 12, 1, **DRAWN) == want
 
 
 @pytest.mark.parametrize("nth", [1, 2, 4])
-def test_what_an_interrupted_launch_draws_is_nobodys(emulated, model, monkeypatch, nth):
+def test_what_a_launch_that_failed_draws_is_nobodys(emulated, model, monkeypatch, nth):
     asked = prompts(2)
     want = model.generate(asked[1], 20, 1, **DRAWN)
-    cut_off(monkeypatch, nth)
-    with pytest.raises(KeyboardInterrupt):
+    launch, n_launches = emulated.launch, itertools.count(1)
+
+    def launch_and_fail(graph, stream):  # the driver may tell of work before this one
+        launch(graph, stream)
+        return emulated_cuda.Status.invalidValue if next(n_launches) == nth else emulated_cuda.Status.success
+
+    monkeypatch.setattr(emulated, "launch", launch_and_fail)
+    with pytest.raises(RuntimeError, match="launching a graph"):
         model.generate(asked[0], 20, 1, **DRAWN)
     monkeypatch.undo()
 
     runtime, later = sys.modules["cuda.bindings.runtime"], []
-    launch = runtime.cudaGraphLaunch
 
     def run_later(graph, stream):
         later.append((graph, stream))
-        return (emulated_cuda.Status.success,)
+        return emulated_cuda.Status.success
 
     def run_all(*_):
         while later:
             launch(*later.pop(0))
         return (emulated_cuda.Status.success,)
 
-    monkeypatch.setattr(runtime, "cudaGraphLaunch", run_later)  # as on a device: not before the host asks for a token
+    monkeypatch.setattr(emulated, "launch", run_later)  # as on a device: not before the host asks for a token
     for name in ("cudaStreamQuery", "cudaStreamSynchronize", "cudaEventSynchronize"):
         monkeypatch.setattr(runtime, name, run_all)
     assert model.generate(asked[1], 20, 1, **DRAWN) == want

@@ -318,9 +318,9 @@ def test_closing_while_another_thread_generates_ends_that_call(backend):
 def test_many_more_threads_than_cores_change_no_answer():
     """Threads that the system sets aside have fewer of them run, and more again: a barrier's partners change from step to step."""
     prompt = list(range(1, 40))
-    with tl.Model(model_file("shipped"), 256, threads=1) as model:
+    with tl.Model(model_file("shipped"), 256, device="cpu", threads=1) as model:
         want = [model.generate(prompt, 60, loops, temperature=0.0, stop_tokens=()) for loops in (1, 2, 3)]
-    models = [tl.Model(model_file("shipped"), 256, threads=n) for n in (8, 13)]
+    models = [tl.Model(model_file("shipped"), 256, device="cpu", threads=n) for n in (8, 13)]
 
     def work(model):
         for _ in range(4):

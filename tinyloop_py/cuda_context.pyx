@@ -13,6 +13,7 @@ from .cuda_memory import DeviceBuffer, DeviceRange, PinnedBuffer
 
 cdef int64_t STAGE_NBYTES = 16 << 20  # of each of the pinned buffers that weights pass through
 cdef int N_STAGES = 3
+cdef int CUDA_ERROR_NOT_READY = 600
 
 
 @cython.no_gc_clear
@@ -27,8 +28,14 @@ cdef class CudaContext(Context):
 
     def __init__(self, Library library, int device=0):
         self.device = CudaDevice(device)
-        Context.__init__(self, library, 1, "best", device)
+        try:
+            Context.__init__(self, library, 1, "best", device)
+        except BaseException:
+            self.device.close()
+            raise
         self.stream = <void *><uintptr_t>self.device.stream
+        self._launch = <launch_function><uintptr_t>self.device.address("cuGraphLaunch")
+        self._query = <query_function><uintptr_t>self.device.address("cuStreamQuery")
         self._stages = []
         self._next_stage = 0
 
@@ -59,6 +66,19 @@ cdef class CudaContext(Context):
     cdef int wait(self) except -1:
         self.device.wait("the work before")
         return 0
+
+    cdef int launch(self, uintptr_t graph) except -1:
+        """Enqueues a graph of the device; other threads run meanwhile."""
+        cdef int status
+        with nogil:
+            status = self._launch(<void *>graph, self.stream)
+        if status:
+            self.device.check_status(status, "launching a graph")
+        return 0
+
+    cdef bint works(self) noexcept nogil:
+        """Whether the device is still at work; where not, or where the driver does not say, `device.is_idle` tells."""
+        return self._query(self.stream) == CUDA_ERROR_NOT_READY
 
     # ---- loading weights: the host reads into one pinned buffer while another is copied
 

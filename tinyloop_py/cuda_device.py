@@ -13,10 +13,25 @@ from .errors import OutOfMemoryError
 
 OUT_OF_MEMORY = 2  # of cudaError_t and CUresult alike
 NOT_READY = 600
+NO_DRIVER, NO_DEVICE, NOT_INITIALIZED = 35, 100, 3
 STICKY = (700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721)  # after these the process's context is of no more use
 
 
-def _bindings() -> tuple[Any, Any]:
+DRIVER_FILES = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
+
+
+class NoDeviceError(RuntimeError):
+    """There is no NVIDIA driver, or it sees no device."""
+
+
+def gpu_is_there() -> bool:
+    """Whether an NVIDIA driver has a GPU that is not hidden from this process, as far as files tell: for who cannot ask the driver."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+    return not hidden and any(os.path.exists(path) for path in DRIVER_FILES)
+
+
+def import_bindings() -> tuple[Any, Any]:
+    """cuda.bindings' driver and runtime, or a RuntimeError that says what to install."""
     try:
         from cuda.bindings import driver, runtime
     except ImportError as error:
@@ -35,19 +50,19 @@ class CudaDevice:
     Raises
     ------
     RuntimeError
-        There is no driver, it is too old, or there is no such device.
+        The driver is too old or does not start, or there is no such device; NoDeviceError where there is no driver or no device at all.
     """
 
     def __init__(self, ordinal: int) -> None:
-        self.driver, self.runtime = _bindings()
+        self.driver, self.runtime = import_bindings()
         self.ordinal = ordinal
         self._pid = os.getpid()
         try:
             status, n_devices = self.runtime.cudaGetDeviceCount()
         except RuntimeError as error:  # the driver's library is missing
-            raise RuntimeError(f"no NVIDIA driver answers: {error}") from None
+            raise NoDeviceError(f"no NVIDIA driver answers: {error}") from None
         if int(status):
-            raise RuntimeError(self._why_unusable(status))
+            raise self._why_unusable(status)
         if not 0 <= ordinal < n_devices:
             raise RuntimeError(f"there is no CUDA device {ordinal}: this machine has {n_devices}")
         self.use()
@@ -56,16 +71,23 @@ class CudaDevice:
         self._recorder = 0  # the stream that graphs are recorded on, once there is one
         self._granularity = 0
 
-    def _why_unusable(self, status: Any) -> str:
-        """Text for a driver that is missing or too old."""
-        if int(status) == 35:  # cudaErrorInsufficientDriver
+    def _why_unusable(self, status: Any) -> RuntimeError:
+        """The error for a driver that is missing or too old, or that does not start."""
+        if int(status) == NO_DRIVER:
             _, version = self.runtime.cudaDriverGetVersion()
             if not version:
-                return "no NVIDIA driver is installed"
-            return f"the NVIDIA driver is too old for this cuda-python: it supports CUDA {version // 1000}.{version % 1000 // 10}; update it"
-        if int(status) == 100:  # cudaErrorNoDevice
-            return "the NVIDIA driver sees no device"
-        return f"the NVIDIA driver answers {self._text(status)}"
+                return NoDeviceError("no NVIDIA driver is installed")
+            supported = f"CUDA {version // 1000}.{version % 1000 // 10}"
+            return RuntimeError(f"the NVIDIA driver is too old for this cuda-python: it supports {supported}; update it")
+        if int(status) == NO_DEVICE:
+            return NoDeviceError("the NVIDIA driver sees no device")
+        return RuntimeError(f"the NVIDIA driver answers {self._text(status)}{self._hint(status)}")
+
+    def _hint(self, status: Any) -> str:
+        """What a status stands for beyond its own text."""
+        if int(status) == NOT_INITIALIZED:
+            return "; after a fork the child cannot use what its parent has started: start it by spawn, or before the parent opens a model"
+        return "; the device's state is lost for this process: start a new one" if int(status) in STICKY else ""
 
     def _text(self, status: Any) -> str:
         name = getattr(status, "name", str(status))
@@ -79,8 +101,7 @@ class CudaDevice:
             if int(status) == OUT_OF_MEMORY:
                 self.runtime.cudaGetLastError()
                 raise self.out_of_memory(doing, asked)
-            lost = "; the device's state is lost for this process: start a new one" if int(status) in STICKY else ""
-            raise RuntimeError(f"CUDA failed at {doing}: {self._text(status)}{lost}")
+            raise RuntimeError(f"CUDA failed at {doing}: {self._text(status)}{self._hint(status)}")
         return values[0] if len(values) == 1 else tuple(values)
 
     def out_of_memory(self, what: str, asked: int | None) -> OutOfMemoryError:
@@ -88,6 +109,15 @@ class CudaDevice:
         free = self.free_nbytes()
         wants = f"{what} needs more memory than there is" if asked is None else f"{what} needs {asked:,} bytes of device memory"
         return OutOfMemoryError(f"out of memory: {wants}" + ("" if free is None else f"; the device has {free:,} bytes free"))
+
+    def address(self, name: str) -> int:
+        """Where a function of the driver lies, for calls without Python; their statuses go to `check_status`."""
+        found = self.driver.cuGetProcAddress(name.encode(), 12000, 0)
+        return int(self.check(found, f"looking for the driver's {name}")[0])
+
+    def check_status(self, status: int, doing: str) -> None:
+        """Raises what the status of a function of `address` stands for, where it is a failure."""
+        self.check((self.driver.CUresult(status),), doing)
 
     def use(self) -> None:
         """Makes the device this thread's: before calls that name neither stream nor device."""
@@ -194,11 +224,11 @@ class CudaDevice:
         self.check(r.cudaStreamBeginCapture(self._recorder, mode), "beginning a graph")
         return self._recorder
 
-    def end_graph(self) -> Any:
-        """The recorded work, ready to be launched."""
+    def end_graph(self) -> int:
+        """The recorded work, ready to be launched: what the function at `address("cuGraphLaunch")` takes."""
         graph = self.check(self.runtime.cudaStreamEndCapture(self._recorder), "recording a graph")
         try:
-            return self.check(self.runtime.cudaGraphInstantiate(graph, 0), "making a graph")
+            return int(self.check(self.runtime.cudaGraphInstantiate(graph, 0), "making a graph"))
         finally:
             self.runtime.cudaGraphDestroy(graph)
 
@@ -209,13 +239,7 @@ class CudaDevice:
             self.runtime.cudaGraphDestroy(graph)
         self.runtime.cudaGetLastError()
 
-    def launch(self, graph: Any) -> None:
-        """Enqueues a graph."""
-        (status,) = self.runtime.cudaGraphLaunch(graph, self.stream)
-        if int(status):
-            self.check((status,), "launching a graph")
-
-    def drop_graph(self, graph: Any) -> None:
+    def drop_graph(self, graph: int) -> None:
         """Gives a graph back. Never raises."""
         if self.is_own:
             self.runtime.cudaGraphExecDestroy(graph)

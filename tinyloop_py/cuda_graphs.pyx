@@ -98,8 +98,7 @@ cdef class StepGraphs:
             self._graphs[key] = graph = self.record(batch)
         if graph is None:
             return self.enqueue(batch, self._plan.context.stream)
-        self.device.launch(graph)
-        return 0
+        return (<CudaContext>self._plan.context).launch(graph)
 
     cdef object record(self, const tl_batch *batch):
         """A graph of the batch, or None where there is no memory for it."""

@@ -13,6 +13,7 @@ cdef inline int64_t padded(int64_t nbytes) noexcept:
 
 cdef enum:
     MAX_STOP = 256           # ids of stop tokens of a row
+    MAX_STEPS = 4            # of one graph
 
 
 cdef struct LaneRows:
@@ -34,7 +35,7 @@ cdef class Lane:
     cdef readonly int max_ahead        # steps launched whose tokens the host has not taken, at most
     cdef object device
     cdef Plan _plan
-    cdef dict _graphs                  # steps in it -> graph
+    cdef uintptr_t _graphs[MAX_STEPS + 1]  # by the steps in it; 0 where none is made yet
     cdef object _copied                # event: the pinned rows have been read
     cdef Buffer _memory, _pinned       # LaneRows on the device, and the same pinned
     cdef LaneRows _there, _here
@@ -56,4 +57,4 @@ cdef class Lane:
     cdef int stop_rows(self) except -1
     cdef int launch(self, int n_steps) except -1
     cdef int enqueue(self, void *stream) except -1
-    cdef int32_t wait_for(self, int row, int serial) except -1
+    cdef int32_t wait_for(self, int row, int serial, int64_t *waited_ns) except -1

@@ -17,10 +17,12 @@ from .cuda_memory import DeviceBuffer, PinnedBuffer
 
 cdef int RING = 256          # drawn tokens of a row that the host may lag behind
 cdef int SPINS = 1 << 14     # looks at a token's place before the device is asked whether it still works
+cdef int N_ASKED = 64        # times that it is, before Python may act on a signal: some 50 ms
 cdef int LAST_SERIAL = 1 << 30
 
 cdef extern from *:
     """
+    #include <time.h>
     #if defined(__x86_64__)
     #define tl_relax() __builtin_ia32_pause()
     #else
@@ -33,8 +35,14 @@ cdef extern from *:
       }
       return 0;
     }
+    static int64_t now_ns(void) {
+      struct timespec now;
+      clock_gettime(CLOCK_MONOTONIC, &now);
+      return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+    }
     """
     int tl_spin(const void *place, unsigned int serial, int n) noexcept nogil
+    int64_t now_ns() noexcept nogil
 
 
 cdef class Lane:
@@ -50,12 +58,12 @@ cdef class Lane:
         cdef int64_t nbytes
         cdef int row
         self.loops, self.window, self.n_rows = loops, window, n_rows
-        # One launch costs the host as much as one step of a small model, and a step of many rows is longer. What is ahead when
-        # rows join is taken before they do.
-        self.steps_of_graph, self.max_ahead = (4, 8) if n_rows == 1 else (1, 4)
+        # Steps of one row are short: several in a launch divide what it costs the host. Those of many rows are longer, and what is
+        # ahead when rows join is taken before they do.
+        self.steps_of_graph = MAX_STEPS if n_rows == 1 else 1
+        self.max_ahead = 2 * MAX_STEPS if n_rows == 1 else 4
         self.device = (<CudaContext>plan.context).device
         self._plan = plan
-        self._graphs = {}
         self._history, self._bias = [None] * n_rows, [None] * n_rows
         self.left = []
         self._stride = plan.desc.table_stride
@@ -76,8 +84,9 @@ cdef class Lane:
 
     def __dealloc__(self):
         try:
-            for graph in self._graphs.values():
-                self.device.drop_graph(graph)
+            for n_steps in range(MAX_STEPS + 1):
+                if self._graphs[n_steps]:
+                    self.device.drop_graph(self._graphs[n_steps])
             self.device.drop_event(self._copied)
         except Exception:  # the interpreter goes down, or `__init__` failed
             pass
@@ -201,11 +210,9 @@ cdef class Lane:
 
     cdef int launch(self, int n_steps) except -1:
         """Enqueues steps; the graph of each number of them is made once."""
-        graph = self._graphs.get(n_steps)
-        if graph is None:
-            self._graphs[n_steps] = graph = self._record(n_steps)
-        self.device.launch(graph)
-        return 0
+        if not self._graphs[n_steps]:
+            self._graphs[n_steps] = self._record(n_steps)
+        return (<CudaContext>self._plan.context).launch(self._graphs[n_steps])
 
     def _record(self, int n_steps):
         cdef uintptr_t stream
@@ -239,14 +246,21 @@ cdef class Lane:
         )
         return 0
 
-    cdef int32_t wait_for(self, int row, int serial) except -1:
-        """The token of a row's draw, once it is there; the GIL is released meanwhile."""
+    cdef int32_t wait_for(self, int row, int serial, int64_t *waited_ns) except -1:
+        """The token of a row's draw, once it is there; the GIL is released while it is not, and that time is added to `waited_ns`."""
         cdef const uint64_t *place = self._here.ring + row * RING + (serial - 1) % RING
-        cdef bint found
-        while True:
-            with nogil:
-                found = tl_spin(place, serial, SPINS)
-            if found:
-                return <int32_t>(place[0] & 0xffffffff)
-            if self.device.is_idle("decoding") and not tl_spin(place, serial, 1):
-                raise RuntimeError("CUDA decoding: the device is done and a token is missing")
+        cdef CudaContext context = <CudaContext>self._plan.context
+        cdef bint found = tl_spin(place, serial, 1)
+        cdef int64_t begin
+        if not found:
+            begin = now_ns()
+            while not found:
+                with nogil:
+                    for _ in range(N_ASKED):
+                        found = tl_spin(place, serial, SPINS)
+                        if found or not context.works():
+                            break
+                if not found and self.device.is_idle("decoding") and not tl_spin(place, serial, 1):
+                    raise RuntimeError("CUDA decoding: the device is done and a token is missing")
+            waited_ns[0] += now_ns() - begin
+        return <int32_t>(place[0] & 0xffffffff)

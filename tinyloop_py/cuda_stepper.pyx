@@ -54,7 +54,7 @@ cdef class CudaStepper(Stepper):
         cdef int32_t token
         if self.lane is None or self.n_ahead == 0:
             raise RuntimeError("nothing of this decoding is ahead")
-        token = self.lane.wait_for(self._row, self._first_serial + self._n_taken + 1)
+        token = self.lane.wait_for(self._row, self._first_serial + self._n_taken + 1, &self.waited_ns)
         self._n_taken += 1
         self.n_ahead -= 1
         self.seq.advance(self._first_pos + self._n_taken)

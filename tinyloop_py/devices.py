@@ -8,7 +8,7 @@ from functools import cache
 
 from .context import ISAS, Context
 from .cuda_context import CudaContext
-from .environment import is_on
+from .cuda_device import NoDeviceError, gpu_is_there, import_bindings
 from .library import Library
 from .native import require_library
 
@@ -25,19 +25,34 @@ def _cuda_context(ordinal: int) -> Context:
     return CudaContext(Library(require_library("cuda")), ordinal)
 
 
-AUTO_VARIABLE = "TINYLOOP_CUDA_AUTO"  # experimental: has "auto" take CUDA where it can be used
+def _cuda_context_if_usable() -> Context | None:
+    """The first CUDA device, or None, with a warning where there is a GPU."""
+    try:
+        library = Library(require_library("cuda"))
+        import_bindings()
+    except RuntimeError as error:  # the driver cannot be asked
+        if gpu_is_there():
+            _say_once(str(error))
+        return None
+    try:
+        return CudaContext(library, 0)
+    except NoDeviceError:
+        return None
+    except RuntimeError as error:
+        _say_once(str(error))
+        return None
 
 
 @cache
 def _say_once(reason: str) -> None:
-    warnings.warn(f"{AUTO_VARIABLE} is on, and device='auto' takes the CPU, since CUDA cannot be used: {reason}", RuntimeWarning, stacklevel=2)
+    text = f"device='auto' takes the CPU, since the GPU cannot be used: {reason}. device='cpu' takes it without this warning"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def open_context(device: str, threads: int | None) -> tuple[Context, str]:
     """A backend for "auto", "cpu", "cuda" or "cuda:N", and the device's name.
 
-    "auto" is the CPU. With TINYLOOP_CUDA_AUTO on, it is the first CUDA device; where none can be used, the CPU, and a warning
-    says why, once.
+    "auto" is the first CUDA device, or the CPU where none can be used; if there is a GPU, a warning says why, once a process.
 
     Raises
     ------
@@ -53,9 +68,8 @@ def open_context(device: str, threads: int | None) -> tuple[Context, str]:
         raise ValueError(f"device is {device!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cuda":
         return _cuda_context(int(ordinal or 0)), f"cuda:{int(ordinal or 0)}"
-    if kind == "auto" and is_on(AUTO_VARIABLE):
-        try:
-            return _cuda_context(0), "cuda:0"
-        except RuntimeError as error:
-            _say_once(str(error))
+    if kind == "auto":
+        context = _cuda_context_if_usable()
+        if context is not None:
+            return context, "cuda:0"
     return _cpu_context(threads), "cpu"

@@ -67,8 +67,7 @@ def _backend(device: str) -> dict[str, Any]:
 
     context, _ = open_context(device, None)
     try:
-        found = {"runs_on": context.name, "numerics_id": context.numerics_id, "threads": context.n_threads}
-        return found if device == "cpu" else {**found, "to_use_it": f"Model(path, device={device!r}); experimental, so 'auto' is the CPU"}
+        return {"runs_on": context.name, "numerics_id": context.numerics_id, "threads": context.n_threads}
     finally:
         context.close()
 

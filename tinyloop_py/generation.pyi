@@ -4,6 +4,7 @@ from typing_extensions import Self, disjoint_base
 
 from .engine import Engine
 from .pool import PrefixPool
+from .runner import Stepper
 from .sampling import Sampling
 from .sequence import KvPrefix
 
@@ -39,6 +40,8 @@ class Generation:
     def finish_reason(self) -> str | None: ...
     @property
     def error(self) -> Exception | None: ...
+    @property
+    def stepper(self) -> Stepper | None: ...
     @property
     def logits(self) -> npt.NDArray[np.float32] | None: ...
     hold: bool

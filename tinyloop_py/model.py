@@ -30,7 +30,7 @@ class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCachi
     max_seq_len : int
         Most tokens of one sequence, prompt and output.
     device : {"auto", "cpu", "cuda", "cuda:N"}
-        "auto" is the CPU. CUDA is experimental and to be asked for (docs/cuda.md).
+        "auto" is the first CUDA device, or the CPU where none can be used (docs/cuda.md).
     kv_mode : {"fp16", "bf16", "fp32", "int8", "int4", "h"}, optional
         How keys and values are held (docs/kv-modes.md); None takes it from the environment (`TINYLOOP_KV_H_MODE`,
         `TINYLOOP_KV_INT8`, `TINYLOOP_KV_INT4`), else fp16.

@@ -24,6 +24,7 @@ cdef class Runner:
 cdef class Stepper:
     cdef readonly int n_ahead          # draws that were launched and not taken
     cdef readonly object error         # why it alone could not go on, or None
+    cdef readonly int64_t waited_ns    # of the host, for tokens that were not there yet
 
     cdef bint low(self) noexcept
     cdef int32_t take(self) except -1
