@@ -198,6 +198,22 @@ TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t bar
 
 // ---- clusters
 
+// The same run of bytes to each CTA whose bit of `ranks` is set, at the same place in its shared memory, and counted there.
+TL_DEVICE void copy_bulk_to(shared_t to, const void *from, int nbytes, shared_t barrier, uint32_t ranks) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+               "r"(nbytes), "r"(barrier), "h"((uint16_t)ranks)
+               : "memory");
+}
+TL_DEVICE void barrier_arrive_at(shared_t barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 TL_DEVICE int cluster_rank() {
   uint32_t r;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));

@@ -5,6 +5,7 @@ from libc.stdint cimport int64_t
 
 from .memory cimport AddressRange, Buffer
 
+cdef int64_t WARM_SHARE = 32  # of a device's memory, in free pages that keep theirs: mapping 8 MiB takes the host longer than filling it takes a prompt
 cdef int64_t MAP_STEP = 8 << 20  # physical memory comes in pieces of this size, or of the device's granularity where that is larger
 
 
@@ -60,6 +61,7 @@ cdef class DeviceRange(AddressRange):
         self._piece = (min(MAP_STEP, max(nbytes, 1)) + grain - 1) // grain * grain
         self.nbytes = (nbytes + self._piece - 1) // self._piece * self._piece
         self._n_users = []
+        self.warm_nbytes = max(self.warm_nbytes, device.total_nbytes() // WARM_SHARE)
         self.pointer = device.reserve_addresses(self.nbytes)
 
     def __dealloc__(self):

@@ -18,6 +18,7 @@ cdef int64_t COMMIT_STEP = 1 << 24  # a range grows by whole steps, so that the 
 cdef int64_t HUGE_PAGE = 1 << 21
 cdef int64_t ARENA_CHUNK = 1 << 25
 cdef int64_t SMALLEST_RANGE = 16 << 20
+cdef int64_t WARM_NBYTES = 64 << 20
 
 
 def free_host_memory() -> int | None:
@@ -95,6 +96,9 @@ cdef class Arena:
 
 cdef class AddressRange:
     """`nbytes` of address space at `pointer`, of which the first `committed` have memory."""
+
+    def __cinit__(self, *_):
+        self.warm_nbytes = WARM_NBYTES
 
     cpdef int commit(self, int64_t nbytes) except -1:
         """Gives the first `nbytes` memory that reads as zero; OutOfMemoryError where the range or the system has no more."""

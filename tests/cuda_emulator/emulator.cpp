@@ -275,11 +275,13 @@ void barrier_init(uint64_t *barrier, int n_arrivals) {
 }
 
 namespace {
-Barrier &barrier_at(uint64_t *barrier) {
-  auto &all = ctas[current->cta].barriers;
-  const auto found = all.find(barrier);
-  if (found == all.end()) die("a barrier is used before it is made");
-  return found->second;
+Barrier &barrier_at(uint64_t *barrier) {  // of this CTA, or another one of its cluster
+  const int first = current->cta - current->rank;
+  for (int cta = first; cta < first + current->cluster_size; cta++) {
+    const auto found = ctas[cta].barriers.find(barrier);
+    if (found != ctas[cta].barriers.end()) return found->second;
+  }
+  die("a barrier is used before it is made");
 }
 void complete(uint64_t *barrier, Barrier &b) {
   if (b.missing || b.nbytes) return;

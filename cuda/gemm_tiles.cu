@@ -1,0 +1,261 @@
+// Matrix product for many batch rows on wgmma: tiles of 128 outputs x 128 rows, four to a cluster. Fused: int8 scales, bias and
+// the epilogue.
+//
+// At this size not memory but the way from L2 to the multiprocessors bounds a tile by itself. So a cluster of 2 x 2 tiles shares
+// what it reads: each CTA asks for half of its weights and half of its rows, and the copy engine puts them into both CTAs that
+// multiply them. Clusters stay for the whole product and take tile after tile; the producer runs ahead over the epilogue.
+// Chunks are summed and added as in gemm_wgmma.cu, with the same bits.
+#include <algorithm>
+
+#include "gemm_stages.cuh"
+
+namespace tl {
+namespace {
+
+constexpr int kRows = 128, kSide = 2, kCluster = kSide * kSide;
+constexpr int kCtaThreads = kConsumers + 128;  // the producer's warpgroup gives its registers to the others
+constexpr int kSenders = 3;                    // CTAs that fill a CTA's stages: itself, its neighbour with the same weights, the one with the same rows
+constexpr int kPassRows = 64;                  // of an epilogue by rows
+constexpr int kScratchBytes = kConsumers / 32 * kMaxHeadDim * 4, kPassBytes = kPassRows * kSumStride * 4;
+
+struct TilesArgs {
+  GemmArgs gemm;
+  int32_t n_stages;                // of the ring
+  int32_t n_row_pairs, n_squares;  // squares of kSide x kSide tiles: those side by side in rows, and all
+};
+
+#if TL_WGMMA
+
+using Sums = float[kRows / 2];
+
+// A CTA's tile of a square.
+struct Tile {
+  int first_panel, first_row;
+};
+TL_DEVICE Tile tile_of(const TilesArgs &a, int square, int rank) {
+  return {(square / a.n_row_pairs * kSide + rank / kSide) * kTilePanels, (square % a.n_row_pairs * kSide + rank % kSide) * kRows};
+}
+// Who shares a CTA's weights, and its rows: bits of ranks.
+TL_DEVICE uint32_t same_weights(int rank) { return 3u << rank / kSide * kSide; }
+TL_DEVICE uint32_t same_rows(int rank) { return 5u << rank % kSide; }
+TL_DEVICE int sender(int rank, int i) { return i == 0 ? rank : i == 1 ? rank ^ 1 : rank ^ kSide; }
+
+// The producer warp: lanes 0..3 their half of the panels, lane 4 its half of the rows, for both CTAs that multiply them. The
+// weights of the first stages do not wait for the kernel before this one.
+template <class W>
+TL_DEVICE void produce(const TilesArgs &a, Ring ring) {
+  using S = Stage<W, kRows>;
+  constexpr int kOwnPanels = kTilePanels / kSide;
+  const GemmArgs &g = a.gemm;
+  const int rank = cluster_rank(), lane = lane_id(), n_stages = (pad16(g.weight.n_in) + kStageColumns - 1) / kStageColumns;
+  const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in), row_step = (int64_t)g.source.n_groups * kGroupBytes;
+  const int own_panel = rank % kSide * kOwnPanels + lane;
+  bool waited = false;
+  ring.parity = 1;  // of slots that nobody has used yet
+#pragma unroll 1
+  for (int square = blockIdx.x / kCluster; square < a.n_squares; square += gridDim.x / kCluster) {
+    const Tile tile = tile_of(a, square, rank);
+    const int n_panels = max(0, min(kTilePanels, g.weight.n_out / kPanelRows - tile.first_panel));
+    const int n_groups = max(0, min(kRows / 8, g.source.n_groups - tile.first_row / 8));
+    const int own_group = n_groups * (rank / kSide) / kSide, own_row_bytes = (n_groups * (rank / kSide + 1) / kSide - own_group) * kGroupBytes;
+    const uint8_t *weights = g.weight.data + (tile.first_panel + own_panel) * panel_bytes;
+    const uint8_t *rows = (const uint8_t *)g.source.data + (int64_t)(tile.first_row / 8 + own_group) * kGroupBytes;
+    const auto request_weights = [&](int stage, int slot) {
+      const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
+      if (lane == 0) barrier_arrive_expecting(ring.full + slot * 8, n_panels * nbytes + n_groups * kGroupBytes);
+      __syncwarp();
+      if (lane < kOwnPanels && own_panel < n_panels)
+        copy_bulk_to(ring.memory + slot * S::kBytes + own_panel * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, ring.full + slot * 8,
+                     same_weights(rank));
+    };
+    const auto request_rows = [&](int stage, int slot) {
+      if (lane == kOwnPanels && own_row_bytes)
+        copy_bulk_to(ring.memory + slot * S::kBytes + S::kWeightBytes + own_group * kGroupBytes, rows + stage * row_step, own_row_bytes,
+                     ring.full + slot * 8, same_rows(rank));
+    };
+    int stage = 0;
+    if (!waited) {
+      const int n_early = min(ring.n_slots, n_stages);
+      for (int s = 0; s < n_early; s++) request_weights(s, s);
+      wait_for_previous_kernel();
+      waited = true;
+      for (; stage < n_early; stage++) {
+        request_rows(stage, stage);
+        ring.next();
+      }
+    }
+#pragma unroll 1
+    for (; stage < n_stages; stage++) {
+      barrier_wait(ring.empty + ring.slot * 8, ring.parity);
+      request_weights(stage, ring.slot);
+      request_rows(stage, ring.slot);
+      ring.next();
+    }
+  }
+}
+
+// ---- the end of a tile from registers: a lane's 8 x 8 tiles of sums are stored in whole sectors
+
+template <bool kInt8>
+struct TileSums {
+  const GemmArgs &g;
+  Tile tile;
+  int warp;
+
+  // Scales and biases of this lane's outputs.
+  TL_DEVICE_MEMBER void complete(Sums &y) const {
+    if (!kInt8 && !g.bias) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int at = output(2 * h);
+      if (at >= g.weight.n_out) continue;
+      const float scale = kInt8 ? g.weight.scales[at] : 1.0f, bias = g.bias ? g.bias[at] : 0.0f;
+#pragma unroll
+      for (int i = 2 * h; i < kRows / 2; i += i % 2 ? 3 : 1) {
+        if (kInt8) y[i] = y[i] * scale;
+        if (g.bias) y[i] = y[i] + bias;
+      }
+    }
+  }
+
+  TL_DEVICE_MEMBER void store_rows(const Sums &y) const {
+    const Epilogue &e = g.epilogue;
+    constexpr int kBatch = 16;  // loads that run side by side
+#pragma unroll
+    for (int first = 0; first < kRows / 2; first += kBatch) {
+      float x[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++)
+        if (e.kind == kAddToRows && exists(first + i)) x[i] = e.addend[at(first + i)];
+#pragma unroll
+      for (int i = 0; i < kBatch; i++)
+        if (exists(first + i)) e.out[at(first + i)] = e.kind == kAddToRows ? x[i] + y[first + i] : y[first + i];
+    }
+  }
+
+  // Gates and ups are values 0, 1 and 2, 3 of four. Two lanes exchange one, so that each has two columns of a row.
+  TL_DEVICE_MEMBER void store_gated(const Sums &y) const {
+    const Epilogue &e = g.epilogue;
+    const int odd = lane_id() / 4 % 2, panel = tile.first_panel + warp % 4 * 2;
+    const int column = panel / 2 * 16 + warp / 4 * 8 + lane_id() / 4 / 2 * 2;
+#pragma unroll
+    for (int i = 0; i < kRows / 2; i += 4) {
+      const float h0 = activate(e.act, y[i]) * y[i + 2], h1 = activate(e.act, y[i + 1]) * y[i + 3];
+      const float other = __shfl_xor_sync(0xffffffffu, odd ? h0 : h1, 4);
+      const int row = tile.first_row + row_of(i) + odd;
+      if (row < g.n_rows && panel * kPanelRows < g.weight.n_out) store_operand_pair(e.operand, row, column, odd ? other : h0, odd ? h1 : other);
+    }
+  }
+
+ private:
+  TL_DEVICE_MEMBER int output(int i) const { return tile.first_panel * kPanelRows + output_of(warp, i); }
+  TL_DEVICE_MEMBER bool exists(int i) const { return tile.first_row + row_of(i) < g.n_rows && output(i) < g.weight.n_out; }
+  TL_DEVICE_MEMBER int64_t at(int i) const { return (int64_t)(tile.first_row + row_of(i)) * g.epilogue.stride + output(i); }
+};
+
+template <class W>
+TL_DEVICE void finish_tile(const GemmArgs &g, Sums &total, Tile tile, int warp, float *sums, float *scratch) {
+  const Epilogue &e = g.epilogue;
+  const TileSums<W::kInt8> own{g, tile, warp};
+  if (e.kind == kToRows || e.kind == kAddToRows) {
+    own.complete(total);
+    own.store_rows(total);
+  } else if (e.kind == kActivate && e.gated) {
+    own.complete(total);
+    own.store_gated(total);
+  } else {
+#pragma unroll
+    for (int first = 0; first < kRows; first += kPassRows) {
+      sync_threads(1, kConsumers);
+      leave_sums<kRows, kPassRows>(sums, total, warp, first);
+      sync_threads(1, kConsumers);
+      const int end = min(kPassRows, g.n_rows - tile.first_row - first);
+      const TileRows<W::kInt8> rows{g, tile.first_panel, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
+      rows.finish([&](int row) { return *(const float4 *)(sums + row * kSumStride + lane_id() * 4); });
+    }
+  }
+}
+
+#endif
+
+template <class W>
+__global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) {
+#if TL_WGMMA
+  using S = Stage<W, kRows>;
+  const GemmArgs &g = a.gemm;
+  uint8_t *memory = shared_memory<uint8_t>();
+  const shared_t barriers = shared_of(memory) + a.n_stages * S::kBytes;
+  Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages};
+  float *sums = (float *)(memory + a.n_stages * S::kBytes + kBarrierBytes), *scratch = sums + kPassBytes / 4;
+  const int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < a.n_stages; s++) {
+      barrier_init(ring.full + s * 8, 1);
+      barrier_init(ring.empty + s * 8, kSenders * kConsumers / 32);
+    }
+    barrier_init_done();
+  }
+  cluster_sync();
+  let_next_kernel_start();
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
+  if (warp >= kConsumers / 32) {
+    give_registers<40>();
+    if (warp == kConsumers / 32) produce<W>(a, ring);
+    __syncwarp();
+  } else {
+    take_registers<232>();
+    const auto release = [&](int slot) {
+      if (lane_id() < kSenders) barrier_arrive_at(ring.empty + slot * 8, sender(rank, lane_id()));
+    };
+    const int n_blocks = pad16(g.weight.n_in) / 16;
+    wait_for_previous_kernel();
+#pragma unroll 1
+    for (int square = blockIdx.x / kCluster; square < a.n_squares; square += gridDim.x / kCluster) {
+      Sums total, sum;
+#pragma unroll
+      for (int i = 0; i < kRows / 2; i++) total[i] = sum[i] = 0.0f;
+#pragma unroll 1
+      for (int left = n_blocks; left > 0; left -= kChunkBlocks) {
+        if (left >= kChunkBlocks)
+          sum_chunk<W, kRows>(sum, ring, warp, release);
+        else
+          sum_short_chunk<W, kRows>(sum, ring, warp, left, release);
+#pragma unroll
+        for (int i = 0; i < kRows / 2; i++) total[i] = total[i] + sum[i];
+      }
+      finish_tile<W>(g, total, tile_of(a, square, rank), warp, sums, scratch);
+    }
+  }
+  cluster_sync();  // no CTA leaves while another fills its stages or gives some back
+#endif
+}
+
+template <class W>
+void launch_with(const Launcher &launcher, const GemmArgs &args) {
+  const int behind = kBarrierBytes + kPassBytes + kScratchBytes;
+  const int n_stages = std::min(kMaxStages, (launcher.context.max_shared_nbytes - behind) / Stage<W, kRows>::kBytes);
+  const int n_row_tiles = (args.n_rows + kRows - 1) / kRows, n_output_tiles = (args.weight.n_out / kPanelRows + kTilePanels - 1) / kTilePanels;
+  const int n_row_pairs = (n_row_tiles + kSide - 1) / kSide, n_squares = n_row_pairs * ((n_output_tiles + kSide - 1) / kSide);
+  const Shape shape{dim3(kCluster), kCtaThreads, n_stages * Stage<W, kRows>::kBytes + behind, kCluster};
+  const int n_clusters = std::min(n_squares, launcher.clusters_at_once(gemm_tiles<W>, shape));
+  launcher.launch(gemm_tiles<W>, Shape{dim3(n_clusters * kCluster), shape.n_threads, shape.shared_nbytes, kCluster},
+                  TilesArgs{args, n_stages, n_row_pairs, n_squares});
+}
+
+}  // namespace
+
+// Where there is work for half of the device; with less, a tile's K-chunks are better shared out.
+bool gemm_takes_tiles(const tl_context &context, const GemmArgs &args) {
+  const int n_row_tiles = (args.n_rows + kRows - 1) / kRows;
+  return n_row_tiles > 1 && 2 * n_row_tiles * ((args.weight.n_out + kTileOutputs - 1) / kTileOutputs) >= context.n_multiprocessors;
+}
+
+void launch_gemm_tiles(const Launcher &launcher, const GemmArgs &args) {
+  switch (args.weight.dtype) {
+    case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, args);
+    case TL_F16: return launch_with<FloatWeights<F16>>(launcher, args);
+    default: return launch_with<Int8Weights>(launcher, args);
+  }
+}
+
+}  // namespace tl
