@@ -1,6 +1,6 @@
 // Attention for some rows on wgmma: a cluster takes up to 64 queries of one KV head (rows, and within a row the heads that share it)
-// through their key chunks, an absolute group of chunks at a time: every CTA two of them, one a warpgroup. Their states meet
-// in distributed shared memory, where each CTA merges some of the queries in order.
+// through their key chunks, an absolute group of chunks at a time: every CTA two of them, one a warpgroup. A chunk's state of a
+// query goes to the CTA that merges this query, in order.
 #include "attend_wgmma.cuh"
 
 namespace tl {
@@ -8,27 +8,29 @@ namespace {
 
 constexpr int kTeams = 2, kTeamThreads = 128, kConsumers = kTeams * kTeamThreads, kCtaThreads = kConsumers + 32;
 constexpr int kCluster = TL_CHUNK_GROUP / kTeams;  // a group at a time
-constexpr int kSlots = 2;                          // a team's chunks in shared memory: one that is used, one on its way
+constexpr int kSlots = 1;                          // a team's chunks in shared memory: the next one comes while states are merged
 constexpr int kMergedQueries = kWideQueries / kCluster;
 static_assert(kMergedQueries == kConsumers / 32, "a warp merges one query");
 
+// States of one group that a CTA merges: of each of its queries those of the chunks, O, then m and l. There are two, as the next
+// group's come while these are merged.
 template <int kDims>
 struct States {
-  static constexpr int kStride = kDims + 8;  // floats: a half-warp's stores meet every bank once
-  static constexpr int kFloats = kWideQueries * (kStride + 2);
+  static constexpr int kStride = kDims + 4, kFloats = kMergedQueries * TL_CHUNK_GROUP * kStride;
 };
 
 template <int kDims>
 TL_BOTH int shared_nbytes(const KvLayer &kv) {
   const int chunk_bytes = kPagesOfChunk * (kv.k_nbytes + kv.v_nbytes);
-  return kTeams * (kSlots * chunk_bytes + States<kDims>::kFloats * 4 + kSlots * 16) + kWideQueries * (int)sizeof(Query);
+  return kTeams * (kSlots * chunk_bytes + kSlots * 16) + 2 * States<kDims>::kFloats * 4 + kWideQueries * (int)sizeof(Query);
 }
 
 #if TL_WGMMA
 
-// A team's chunk to its state: O, then m and l.
+// A team's chunk: its queries' states to the CTAs that merge them, every eighth query to the same one. `states` is where each of
+// these collects them.
 template <class Kv, int kDims>
-TL_DEVICE void attend_chunk(float *state, const AttendArgs &a, const uint32_t (&q)[kDims / 16][4], const Keys (&keys)[2], shared_t pages, shared_t empty,
+TL_DEVICE void attend_chunk(float *states, const AttendArgs &a, const uint32_t (&q)[kDims / 16][4], const Keys (&keys)[2], shared_t pages, shared_t empty,
                             int chunk) {
   constexpr int kStride = States<kDims>::kStride;
   const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes, first = chunk * TL_KEY_CHUNK, lane = lane_id();
@@ -37,18 +39,20 @@ TL_DEVICE void attend_chunk(float *state, const AttendArgs &a, const uint32_t (&
   score_chunk<Kv, kDims>(s, q, pages, page_bytes);
   soften_chunk<Kv>(p, m, s, keys, first, sight_of(keys, first), a.scale);
   begin_weighing<Kv, kDims>(o, p, pages + a.place.kv.k_nbytes, page_bytes);
-  const int query = warp_id() % 4 * kTileQueries + lane / 4;
+  static_assert(kCluster == 8 && kTileQueries == 16, "the eight queries of a lane's eighth go to as many CTAs");
+  float *to[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const float l = sum_of_p<Kv>(p, h);
-    if (lane % 4 == 0) *(float2 *)(state + (query + 8 * h) * kStride + kDims) = make_float2(m[h], l);
+    to[h] = const_cast<float *>(of_cluster_rank(states, lane / 4)) + ((warp_id() % 4 * 2 + h) * TL_CHUNK_GROUP + chunk % TL_CHUNK_GROUP) * kStride;
+    if (lane % 4 == 0) *(float2 *)(to[h] + kDims) = make_float2(m[h], l);
   }
   wgmma_wait<0>();
   accumulators_ready(o);
   if (lane == 0) barrier_arrive(empty);
 #pragma unroll
   for (int i = 0; i < kDims / 2; i += 2)
-    *(float2 *)(state + (query + i % 4 / 2 * 8) * kStride + i / 4 * 8 + lane % 4 * 2) = make_float2(o[i], o[i + 1]);
+    *(float2 *)(to[i % 4 / 2] + i / 4 * 8 + lane % 4 * 2) = make_float2(o[i], o[i + 1]);
 }
 
 // A query's state over chunks, of a lane's four dims.
@@ -63,18 +67,17 @@ struct Merged {
   }
 };
 
-// Takes the group's chunks that the query sees into `group`, in order.
+// Takes the group's chunks that the query sees into `group`, in order; `states`: of the query.
 template <int kDims>
-TL_DEVICE void merge_group(Merged &group, const float *states, const Query &q, int at, int first_chunk) {
+TL_DEVICE void merge_group(Merged &group, const float *states, const Query &q, int first_chunk) {
   constexpr int kStride = States<kDims>::kStride;
   const int dim = lane_id() * 4 % kDims;
   float4 o[TL_CHUNK_GROUP];
   float2 ml[TL_CHUNK_GROUP];
 #pragma unroll
   for (int c = 0; c < TL_CHUNK_GROUP; c++) {
-    const float *state = of_cluster_rank(states + c % kTeams * States<kDims>::kFloats + at * kStride, c / kTeams);
-    o[c] = *(const float4 *)(state + dim);
-    ml[c] = *(const float2 *)(state + kDims);
+    o[c] = *(const float4 *)(states + c * kStride + dim);
+    ml[c] = *(const float2 *)(states + c * kStride + kDims);
   }
 #pragma unroll
   for (int c = 0; c < TL_CHUNK_GROUP; c++) {
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) attend_few(const AttendArgs a)
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4;  // the same for the warp, and known to be
   uint8_t *memory = shared_memory<uint8_t>();
   float *states = (float *)(memory + kTeams * kSlots * chunk_bytes);
-  Query *query = (Query *)(states + kTeams * States<kDims>::kFloats);
+  Query *query = (Query *)(states + 2 * States<kDims>::kFloats);
   const shared_t chunks = shared_of(memory), full = shared_of(query + kWideQueries), empty = full + kTeams * kSlots * 8;
   let_next_kernel_start();
   if (threadIdx.x == 0) {
@@ -120,13 +123,15 @@ __global__ void __launch_bounds__(kCtaThreads, 1) attend_few(const AttendArgs a)
     query[threadIdx.x] = query_at(a, flat / group, kv_head * group + flat % group, flat / group < a.place.rows.n_rows);
   }
   __syncthreads();
+  cluster_arrive();
   wait_for_previous_kernel();
   const bool produces = team == kTeams;
-  const int own_at = warp % kMergedQueries * kCluster + rank;  // the query that this warp merges: those that exist are spread evenly
+  const int own_at = warp % kMergedQueries * kCluster + rank;  // the query that this warp merges
   const Query merged_query = query[own_at];
   uint32_t q[kDims / 16][4];
   if (!produces) load_queries<kDims>(q, a, query);
-  int n_used[kTeams] = {};  // chunks so far
+  int n_used[kTeams] = {}, n_groups = 0;  // chunks and groups so far
+  cluster_wait();  // there is shared memory to send to
 #pragma unroll 1
   for (int begin = 0; begin < kWideQueries;) {
     const Run run = run_from(query, begin, kWideQueries);
@@ -152,7 +157,8 @@ __global__ void __launch_bounds__(kCtaThreads, 1) attend_few(const AttendArgs a)
     const int first_group = first_chunk / TL_CHUNK_GROUP * TL_CHUNK_GROUP;
     if (produces && first_group < end_chunk) request(first_group);
 #pragma unroll 1
-    for (int first = first_group; first < end_chunk; first += TL_CHUNK_GROUP) {
+    for (int first = first_group; first < end_chunk; first += TL_CHUNK_GROUP, n_groups++) {
+      float *collected = states + n_groups % 2 * States<kDims>::kFloats;
       if (produces) {
         if (first + TL_CHUNK_GROUP < end_chunk) request(first + TL_CHUNK_GROUP);
         __syncwarp();
@@ -161,16 +167,15 @@ __global__ void __launch_bounds__(kCtaThreads, 1) attend_few(const AttendArgs a)
         if (chunk >= first_chunk && chunk < end_chunk) {
           const int n = n_used[0]++, slot = team * kSlots + n % kSlots;
           barrier_wait(full + slot * 8, n / kSlots % 2);
-          attend_chunk<Kv, kDims>(states + team * States<kDims>::kFloats, a, q, keys, chunks + slot * chunk_bytes, empty + slot * 8, chunk);
+          attend_chunk<Kv, kDims>(collected, a, q, keys, chunks + slot * chunk_bytes, empty + slot * 8, chunk);
         }
       }
       cluster_sync();
       if (merges) {
         Merged of_group;
-        merge_group<kDims>(of_group, states, merged_query, own_at, first);
+        merge_group<kDims>(of_group, collected + warp * TL_CHUNK_GROUP * States<kDims>::kStride, merged_query, first);
         if (of_group.m != kMasked) total.absorb(of_group.m, of_group.l, of_group.o);
       }
-      cluster_sync();  // the states have been read
     }
     if (merges) store_query<kDims>(a, total, merged_query);
   }

@@ -79,9 +79,11 @@ TL_DEVICE void request_chunk(const AttendArgs &a, shared_t to, const int32_t *ta
   const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes, lane = lane_id();
   if (lane == 0) barrier_arrive_expecting(full, kPagesOfChunk * page_bytes);
   __syncwarp();
-  if (lane >= kPagesOfChunk) return;
-  const int page = min(max(chunk * kPagesOfChunk + lane, keys.first / TL_PAGE_POSITIONS), (keys.end - 1) / TL_PAGE_POSITIONS);
-  copy_bulk(to + lane * page_bytes, k_of(a.place.kv, table[page], kv_head), page_bytes, full);
+  if (lane < kPagesOfChunk) {
+    const int page = min(max(chunk * kPagesOfChunk + lane, keys.first / TL_PAGE_POSITIONS), (keys.end - 1) / TL_PAGE_POSITIONS);
+    copy_bulk(to + lane * page_bytes, k_of(a.place.kv, table[page], kv_head), page_bytes, full);
+  }
+  __syncwarp();
 }
 
 #endif

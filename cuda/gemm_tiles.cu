@@ -1,10 +1,10 @@
-// Matrix product for many batch rows on wgmma: tiles of 128 outputs x 128 rows, four to a cluster. Fused: int8 scales, bias and
-// the epilogue.
+// Matrix product for many batch rows on wgmma: tiles of 128 outputs x 128 rows, two or four to a cluster. Fused: int8 scales, bias
+// and the epilogue.
 //
-// At this size not memory but the way from L2 to the multiprocessors bounds a tile by itself. So a cluster of 2 x 2 tiles shares
-// what it reads: each CTA asks for half of its weights and half of its rows, and the copy engine puts them into both CTAs that
-// multiply them. Clusters stay for the whole product and take tile after tile; the producer runs ahead over the epilogue.
-// Chunks are summed and added as in gemm_wgmma.cu, with the same bits.
+// At this size not memory but the way from L2 to the multiprocessors bounds a tile by itself. So a cluster's tiles share what
+// they read: two with the same outputs their weights, and of four those with the same rows these. Each CTA asks for half of it,
+// and the copy engine puts that into both. Clusters stay for the whole product and take tile after tile; the producer runs ahead
+// over the epilogue. Chunks are summed and added as in gemm_wgmma.cu, with the same bits.
 #include <algorithm>
 
 #include "gemm_stages.cuh"
@@ -12,40 +12,43 @@
 namespace tl {
 namespace {
 
-constexpr int kRows = 128, kSide = 2, kCluster = kSide * kSide;
+constexpr int kRows = 128, kSide = 2;  // two tiles side by side have the same outputs, two below each other the same rows
 constexpr int kCtaThreads = kConsumers + 128;  // the producer's warpgroup gives its registers to the others
-constexpr int kSenders = 3;                    // CTAs that fill a CTA's stages: itself, its neighbour with the same weights, the one with the same rows
 constexpr int kPassRows = 64;                  // of an epilogue by rows
 constexpr int kScratchBytes = kConsumers / 32 * kMaxHeadDim * 4, kPassBytes = kPassRows * kSumStride * 4;
 
 struct TilesArgs {
   GemmArgs gemm;
   int32_t n_stages;                // of the ring
-  int32_t n_row_pairs, n_squares;  // squares of kSide x kSide tiles: those side by side in rows, and all
+  int32_t n_row_pairs, n_squares;  // the tiles of a cluster are a square, or a pair: those side by side, and all
 };
 
 #if TL_WGMMA
 
 using Sums = float[kRows / 2];
 
-// A CTA's tile of a square.
+// A CTA's tile of a square; kDown: how many are below each other.
 struct Tile {
   int first_panel, first_row;
 };
+template <int kDown>
 TL_DEVICE Tile tile_of(const TilesArgs &a, int square, int rank) {
-  return {(square / a.n_row_pairs * kSide + rank / kSide) * kTilePanels, (square % a.n_row_pairs * kSide + rank % kSide) * kRows};
+  return {(square / a.n_row_pairs * kDown + rank / kSide) * kTilePanels, (square % a.n_row_pairs * kSide + rank % kSide) * kRows};
 }
-// Who shares a CTA's weights, and its rows: bits of ranks.
+// Who shares a CTA's weights, and its rows: bits of ranks. Who fills its stages: itself, and these.
 TL_DEVICE uint32_t same_weights(int rank) { return 3u << rank / kSide * kSide; }
-TL_DEVICE uint32_t same_rows(int rank) { return 5u << rank % kSide; }
+template <int kDown>
+TL_DEVICE uint32_t same_rows(int rank) {
+  return (kDown == 1 ? 1u : 5u) << rank % kSide;
+}
 TL_DEVICE int sender(int rank, int i) { return i == 0 ? rank : i == 1 ? rank ^ 1 : rank ^ kSide; }
 
-// The producer warp: lanes 0..3 their half of the panels, lane 4 its half of the rows, for both CTAs that multiply them. The
+// The producer warp: lanes 0..3 their half of the panels, lane 4 its share of the rows, for all CTAs that multiply them. The
 // weights of the first stages do not wait for the kernel before this one.
-template <class W>
+template <class W, int kDown>
 TL_DEVICE void produce(const TilesArgs &a, Ring ring) {
   using S = Stage<W, kRows>;
-  constexpr int kOwnPanels = kTilePanels / kSide;
+  constexpr int kOwnPanels = kTilePanels / kSide, kCluster = kSide * kDown;
   const GemmArgs &g = a.gemm;
   const int rank = cluster_rank(), lane = lane_id(), n_stages = (pad16(g.weight.n_in) + kStageColumns - 1) / kStageColumns;
   const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in), row_step = (int64_t)g.source.n_groups * kGroupBytes;
@@ -54,10 +57,10 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring) {
   ring.parity = 1;  // of slots that nobody has used yet
 #pragma unroll 1
   for (int square = blockIdx.x / kCluster; square < a.n_squares; square += gridDim.x / kCluster) {
-    const Tile tile = tile_of(a, square, rank);
+    const Tile tile = tile_of<kDown>(a, square, rank);
     const int n_panels = max(0, min(kTilePanels, g.weight.n_out / kPanelRows - tile.first_panel));
     const int n_groups = max(0, min(kRows / 8, g.source.n_groups - tile.first_row / 8));
-    const int own_group = n_groups * (rank / kSide) / kSide, own_row_bytes = (n_groups * (rank / kSide + 1) / kSide - own_group) * kGroupBytes;
+    const int own_group = n_groups * (rank / kSide) / kDown, own_row_bytes = (n_groups * (rank / kSide + 1) / kDown - own_group) * kGroupBytes;
     const uint8_t *weights = g.weight.data + (tile.first_panel + own_panel) * panel_bytes;
     const uint8_t *rows = (const uint8_t *)g.source.data + (int64_t)(tile.first_row / 8 + own_group) * kGroupBytes;
     const auto request_weights = [&](int stage, int slot) {
@@ -71,7 +74,7 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring) {
     const auto request_rows = [&](int stage, int slot) {
       if (lane == kOwnPanels && own_row_bytes)
         copy_bulk_to(ring.memory + slot * S::kBytes + S::kWeightBytes + own_group * kGroupBytes, rows + stage * row_step, own_row_bytes,
-                     ring.full + slot * 8, same_rows(rank));
+                     ring.full + slot * 8, same_rows<kDown>(rank));
     };
     int stage = 0;
     if (!waited) {
@@ -178,9 +181,10 @@ TL_DEVICE void finish_tile(const GemmArgs &g, Sums &total, Tile tile, int warp, 
 
 #endif
 
-template <class W>
+template <class W, int kDown>
 __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) {
 #if TL_WGMMA
+  constexpr int kCluster = kSide * kDown, kSenders = 1 + kDown;
   using S = Stage<W, kRows>;
   const GemmArgs &g = a.gemm;
   uint8_t *memory = shared_memory<uint8_t>();
@@ -200,7 +204,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
     give_registers<40>();
-    if (warp == kConsumers / 32) produce<W>(a, ring);
+    if (warp == kConsumers / 32) produce<W, kDown>(a, ring);
     __syncwarp();
   } else {
     take_registers<232>();
@@ -223,7 +227,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
 #pragma unroll
         for (int i = 0; i < kRows / 2; i++) total[i] = total[i] + sum[i];
       }
-      finish_tile<W>(g, total, tile_of(a, square, rank), warp, sums, scratch);
+      finish_tile<W>(g, total, tile_of<kDown>(a, square, rank), warp, sums, scratch);
     }
   }
   cluster_sync();  // no CTA leaves while another fills its stages or gives some back
@@ -235,11 +239,16 @@ void launch_with(const Launcher &launcher, const GemmArgs &args) {
   const int behind = kBarrierBytes + kPassBytes + kScratchBytes;
   const int n_stages = std::min(kMaxStages, (launcher.context.max_shared_nbytes - behind) / Stage<W, kRows>::kBytes);
   const int n_row_tiles = (args.n_rows + kRows - 1) / kRows, n_output_tiles = (args.weight.n_out / kPanelRows + kTilePanels - 1) / kTilePanels;
-  const int n_row_pairs = (n_row_tiles + kSide - 1) / kSide, n_squares = n_row_pairs * ((n_output_tiles + kSide - 1) / kSide);
-  const Shape shape{dim3(kCluster), kCtaThreads, n_stages * Stage<W, kRows>::kBytes + behind, kCluster};
-  const int n_clusters = std::min(n_squares, launcher.clusters_at_once(gemm_tiles<W>, shape));
-  launcher.launch(gemm_tiles<W>, Shape{dim3(n_clusters * kCluster), shape.n_threads, shape.shared_nbytes, kCluster},
-                  TilesArgs{args, n_stages, n_row_pairs, n_squares});
+  const int n_row_pairs = (n_row_tiles + kSide - 1) / kSide, nbytes = n_stages * Stage<W, kRows>::kBytes + behind;
+  // Squares read less, but fewer multiprocessors have room for them: they are taken where they need no more turns than pairs do.
+  const auto n_squares = [&](int down) { return n_row_pairs * ((n_output_tiles + down - 1) / down); };
+  const auto at_once = [&](int down) {
+    return launcher.clusters_at_once(down == 1 ? gemm_tiles<W, 1> : gemm_tiles<W, 2>, Shape{dim3(kSide * down), kCtaThreads, nbytes, kSide * down});
+  };
+  const auto n_turns = [&](int down) { return (n_squares(down) + at_once(down) - 1) / at_once(down); };
+  const int down = n_turns(2) <= n_turns(1) ? 2 : 1, n_clusters = std::min(n_squares(down), at_once(down));
+  launcher.launch(down == 1 ? gemm_tiles<W, 1> : gemm_tiles<W, 2>, Shape{dim3(n_clusters * kSide * down), kCtaThreads, nbytes, kSide * down},
+                  TilesArgs{args, n_stages, n_row_pairs, n_squares(down)});
 }
 
 }  // namespace

@@ -2,9 +2,10 @@
 //
 // The weights' bytes are the cost, so two CTAs fit a multiprocessor: those of the next product begin to read its weights while
 // the last sums of this one are still merged. A producer warp keeps a ring of stages full; two consumer warpgroups sum. Where
-// tiles are too few for the device, a cluster shares out a tile's K-chunks: every CTA leaves the sums of each of its chunks,
-// then each finishes some rows. Either way every chunk of TL_K_CHUNK columns is summed from zero and the sums are added in
+// tiles are too few for the device, a cluster shares out a tile's K-chunks: every CTA sends the sums of each of its chunks to
+// those that finish the rows, row by row. Either way every chunk of TL_K_CHUNK columns is summed from zero and the sums are added in
 // index order, with the bits of gemv.cu. Many rows: gemm_tiles.cu.
+#include <stdlib.h>
 #include <algorithm>
 
 #include "gemm_stages.cuh"
@@ -13,14 +14,18 @@ namespace tl {
 namespace {
 
 constexpr int kCtaThreads = kConsumers + 32;
-constexpr int kMaxCluster = 8, kFewestStages = 3;
-constexpr int kReads = 8;  // chunk sums that a thread asks other CTAs for at a time
+constexpr int kMaxCluster = 8;
+constexpr int kFewestStages = 3;  // a stage is held while the next one is begun
+
+constexpr int kReads = 8;  // chunk sums that a thread reads at a time
 
 struct WgmmaArgs {
   GemmArgs gemm;
-  int32_t n_stages;     // of the ring
-  int32_t most_chunks;  // of a CTA, where a cluster shares them out
+  int32_t n_stages;  // of the ring
 };
+
+// Floats between rows of chunk sums: a warp's stores meet every bank once.
+TL_BOTH int row_floats(int n_chunks) { return n_chunks * kTileOutputs + 4; }
 
 #if TL_WGMMA
 
@@ -63,20 +68,28 @@ TL_DEVICE void produce(const GemmArgs &g, Ring ring, int first_panel, int first_
   }
 }
 
-// Four outputs of a row: every CTA's chunk sums in index order.
-TL_DEVICE float4 merge_chunks(const float *own, int n_chunks, int n_ctas, int chunk_floats) {
+// A consumer thread's sums of a chunk to the CTAs that finish their rows; `sums` is where each of these collects them.
+template <int N>
+TL_DEVICE void send_sums(float *sums, const float (&sum)[N / 2], int warp, int chunk, int n_chunks, int n_ctas) {
+  const int n_each = N / n_ctas, first = chunk * kTileOutputs + output_of(warp, 0);
+#pragma unroll
+  for (int i = 0; i < N / 2; i += i % 2 ? 3 : 1) {
+    const int row = row_of(i);
+    float *to = const_cast<float *>(of_cluster_rank(sums, row / n_each)) + row % n_each * row_floats(n_chunks) + first;
+    to[0] = sum[i];
+    to[kPanelRows] = sum[i + 2];
+  }
+}
+
+// Four outputs of a row: the sums of all chunks in index order.
+TL_DEVICE float4 add_chunks(const float *sums, int n_chunks) {
   float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  int owner = 0;
 #pragma unroll 1
   for (int first = 0; first < n_chunks; first += kReads) {
     float4 q[kReads];
 #pragma unroll
-    for (int i = 0; i < kReads; i++) {
-      const int chunk = first + i;
-      if (chunk >= n_chunks) break;
-      while (chunk >= chunks_of(n_chunks, owner, n_ctas).end) owner++;
-      q[i] = *(const float4 *)(of_cluster_rank(own, owner) + (chunk - chunks_of(n_chunks, owner, n_ctas).first) * chunk_floats);
-    }
+    for (int i = 0; i < kReads; i++)
+      if (first + i < n_chunks) q[i] = *(const float4 *)(sums + (first + i) * kTileOutputs);
 #pragma unroll
     for (int i = 0; i < kReads; i++)
       if (first + i < n_chunks) y = make_float4(y.x + q[i].x, y.y + q[i].y, y.z + q[i].z, y.w + q[i].w);
@@ -90,7 +103,6 @@ template <class W, int N>
 __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) {
 #if TL_WGMMA
   using S = Stage<W, N>;
-  constexpr int kSumFloats = N * kSumStride;
   const GemmArgs &g = a.gemm;
   uint8_t *memory = shared_memory<uint8_t>();
   const shared_t barriers = shared_of(memory) + a.n_stages * S::kBytes;
@@ -100,7 +112,8 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
   const int n_blocks = pad16(g.weight.n_in) / 16, n_chunks = (n_blocks + kChunkBlocks - 1) / kChunkBlocks;
   const Chunks chunks = chunks_of(n_chunks, rank, n_ctas);
   float *sums = n_ctas == 1 ? (float *)memory : (float *)(memory + a.n_stages * S::kBytes + kBarrierBytes);  // alone: when the ring has been read
-  float *scratch = sums + (n_ctas == 1 ? 1 : a.most_chunks) * kSumFloats;
+  const int n_each = N / n_ctas;  // rows that a CTA finishes
+  float *scratch = sums + (n_ctas == 1 ? N * kSumStride : n_each * row_floats(n_chunks));
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.n_stages; s++) {
       barrier_init(ring.full + s * 8, 1);
@@ -110,13 +123,14 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
   }
   __syncthreads();
   let_next_kernel_start();
+  if (n_ctas > 1) cluster_arrive();
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp == kConsumers / 32) {
     const int end_stage = min(chunks.end * kChunkStages, (n_blocks + kStageBlocks - 1) / kStageBlocks);
     produce<W, N>(g, ring, first_panel, first_row / 8, chunks.first * kChunkStages, end_stage);
     if (n_ctas == 1) return;
     __syncwarp();
-    cluster_sync();
+    cluster_wait();
     cluster_sync();
     return;
   }
@@ -137,7 +151,8 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
 #pragma unroll
       for (int i = 0; i < N / 2; i++) total[i] = total[i] + sum[i];
     } else {
-      leave_sums<N>(sums + (c - chunks.first) * kSumFloats, sum, warp);
+      if (c == chunks.first) cluster_wait();
+      send_sums<N>(sums, sum, warp, c, n_chunks, n_ctas);
     }
   }
   wait_for_previous_kernel();
@@ -148,19 +163,18 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
   } else {
     cluster_sync();
   }
-  const int begin = N * rank / n_ctas, end = min(N * (rank + 1) / n_ctas, g.n_rows - first_row);
+  const int begin = n_each * rank, end = min(begin + n_each, g.n_rows - first_row);
   const TileRows<W::kInt8> rows{g, first_panel, first_row, begin + warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
   rows.finish([&](int row) {
-    const float *own = sums + row * kSumStride + lane_id() * 4;
-    return n_ctas == 1 ? *(const float4 *)own : merge_chunks(own, n_chunks, n_ctas, kSumFloats);
+    if (n_ctas == 1) return *(const float4 *)(sums + row * kSumStride + lane_id() * 4);
+    return add_chunks(sums + (row - begin) * row_floats(n_chunks) + lane_id() * 4, n_chunks);
   });
-  if (n_ctas > 1) cluster_sync();  // no CTA leaves while another reads its sums
 #endif
 }
 
 // How a product is cut: CTAs of a cluster, and what each keeps in shared memory.
 struct Cut {
-  int cluster, n_stages, most_chunks, nbytes;
+  int cluster, n_stages, nbytes;
 };
 
 template <class W, int N>
@@ -170,17 +184,18 @@ Cut cut_of(const tl_context &context, const GemmArgs &args, int n_tiles) {
   const int half = context.max_shared_nbytes / 2 - 1024;  // so that two CTAs share a multiprocessor
   Cut best{};
   float least = 0.0f;
-  for (int c = 1; c <= std::min({kMaxCluster, n_chunks, N}); c *= 2) {
+  for (int c = 1; c <= std::min(kMaxCluster, n_chunks); c *= 2) {
     const int most_chunks = (n_chunks + c - 1) / c;
-    const int behind = kBarrierBytes + (c == 1 ? 0 : most_chunks * kSumBytes + scratch), fewest = std::min(kFewestStages, most_chunks * kChunkStages);
-    const int whole = context.max_shared_nbytes - behind, n_stages = std::min(kMaxStages, (behind + fewest * Stage<W, N>::kBytes <= half ? half - behind : whole) / Stage<W, N>::kBytes);
-    if (n_stages < 1) continue;
+    const int behind = kBarrierBytes + (c == 1 ? 0 : N / c * row_floats(n_chunks) * 4 + scratch);
+    const int most = behind + kFewestStages * Stage<W, N>::kBytes <= half ? half : context.max_shared_nbytes;
+    const int n_stages = std::min(kMaxStages, (most - behind) / Stage<W, N>::kBytes);
+    if (n_stages < kFewestStages) continue;
     const int nbytes = std::max(n_stages * Stage<W, N>::kBytes + behind, kSumBytes + scratch);
-    if (nbytes > context.max_shared_nbytes) continue;
-    // Chunks that the busiest multiprocessor sums, and what a wider cluster costs.
+    // Chunks that the busiest multiprocessor sums, with what a CTA costs beside its chunks, and a wider cluster.
+    static const float over = getenv("TL_OVER") ? atof(getenv("TL_OVER")) : 0.75f, wider = getenv("TL_WIDER") ? atof(getenv("TL_WIDER")) : 0.2f;
     const int n_each = (n_tiles * c + context.n_multiprocessors - 1) / context.n_multiprocessors;
-    const float cost = n_each * most_chunks + 0.125f * c;
-    if (!best.cluster || cost < least) best = {c, n_stages, most_chunks, nbytes}, least = cost;
+    const float cost = n_each * (most_chunks + over) + wider * c;
+    if (!best.cluster || cost < least) best = {c, n_stages, nbytes}, least = cost;
   }
   if (!best.cluster) throw std::length_error("a product needs more shared memory than this device has");
   return best;
@@ -191,7 +206,7 @@ void launch_tile(const Launcher &launcher, const GemmArgs &args) {
   const int n_row_tiles = (args.n_rows + N - 1) / N, n_output_tiles = (args.weight.n_out / kPanelRows + kTilePanels - 1) / kTilePanels;
   const Cut cut = cut_of<W, N>(launcher.context, args, n_row_tiles * n_output_tiles);
   launcher.launch(gemm_wgmma<W, N>, Shape{dim3(n_row_tiles * cut.cluster, n_output_tiles), kCtaThreads, cut.nbytes, cut.cluster},
-                  WgmmaArgs{args, cut.n_stages, cut.most_chunks});
+                  WgmmaArgs{args, cut.n_stages});
 }
 
 template <class W>

@@ -356,6 +356,8 @@ inline void barrier_arrive_at(shared_t barrier, int rank) { barrier_arrive(in_cl
 inline int cluster_rank() { return emulator::current->rank; }
 inline int cluster_size() { return emulator::current->cluster_size; }
 inline void cluster_sync() { emulator::sync_cluster(); }
+inline void cluster_arrive() {}
+inline void cluster_wait() { emulator::sync_cluster(); }
 template <class T>
 const T *of_cluster_rank(const T *p, int rank) {
   return (const T *)(emulator::shared_memory(emulator::current->cta - emulator::current->rank + rank) +
