@@ -65,6 +65,7 @@ struct Fiber : Thread {
   void *stack_pointer;
   const uint64_t *waits_for = nullptr;  // runs again when this has left `seen`
   uint64_t seen = 0;
+  uint64_t cluster_generation = 0;  // of the meeting of its cluster, when it arrived there
   bool done = false;
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open_group;
@@ -232,7 +233,17 @@ void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool toget
 uint8_t *shared_memory(int cta) { return ctas[cta].shared; }
 
 void sync_cta(int id, int n_threads) { meet(ctas[current->cta].named[id], n_threads ? n_threads : (int)(fibers.size() / ctas.size())); }
-void sync_cluster() { meet(cluster_meetings[current->cta / current->cluster_size], (int)(fibers.size() / cluster_meetings.size())); }
+void arrive_in_cluster() {
+  Meeting &m = cluster_meetings[current->cta / current->cluster_size];
+  self().cluster_generation = m.generation;
+  if (++m.arrived < (int)(fibers.size() / cluster_meetings.size())) return;
+  m.arrived = 0;
+  m.generation++;
+}
+void wait_in_cluster() {
+  Meeting &m = cluster_meetings[current->cta / current->cluster_size];
+  if (m.generation == self().cluster_generation) wait_until_changed(m.generation);
+}
 void wait_for(const unsigned long long *counter, unsigned long long n) {
   static_assert(sizeof *counter == sizeof(uint64_t), "what fibers wait for is a word");
   while (*counter < n) wait_until_changed(*(const uint64_t *)counter);

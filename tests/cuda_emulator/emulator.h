@@ -66,7 +66,8 @@ void wait_for(const unsigned long long *counter, unsigned long long n);
 
 uint8_t *shared_memory(int cta);
 void sync_cta(int id, int n_threads);
-void sync_cluster();
+void arrive_in_cluster();
+void wait_in_cluster();
 // Meets the other lanes of the warp: combine(in, out) runs once, on 32 slots of 64 bytes each.
 void meet_warp(int kind, const void *in, int in_nbytes, void *out, int out_nbytes, void (*combine)(const uint8_t (*in)[64], uint8_t (*out)[64]));
 
@@ -355,9 +356,12 @@ inline void barrier_arrive_at(shared_t barrier, int rank) { barrier_arrive(in_cl
 
 inline int cluster_rank() { return emulator::current->rank; }
 inline int cluster_size() { return emulator::current->cluster_size; }
-inline void cluster_sync() { emulator::sync_cluster(); }
-inline void cluster_arrive() {}
-inline void cluster_wait() { emulator::sync_cluster(); }
+inline void cluster_arrive() { emulator::arrive_in_cluster(); }
+inline void cluster_wait() { emulator::wait_in_cluster(); }
+inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
 template <class T>
 const T *of_cluster_rank(const T *p, int rank) {
   return (const T *)(emulator::shared_memory(emulator::current->cta - emulator::current->rank + rank) +
