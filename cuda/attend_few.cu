@@ -27,11 +27,12 @@ TL_BOTH int shared_nbytes(const KvLayer &kv) {
 
 #if TL_WGMMA
 
-// A team's chunk: its queries' states to the CTAs that merge them, every eighth query to the same one. `states` is where each of
-// these collects them.
+// A team's chunk: its queries' states, of those that exist, to the CTAs that merge them, every eighth query to the same one.
+// `states` is where each of these collects them.
 template <class Kv, int kDims>
-TL_DEVICE void attend_chunk(float *states, const AttendArgs &a, const uint32_t (&q)[kDims / 16][4], const Keys (&keys)[2], shared_t pages, shared_t empty,
-                            int chunk) {
+TL_DEVICE void attend_chunk(float *states, const AttendArgs &a, const uint32_t (&q)[kDims / 16][4], const Keys (&keys)[2], shared_t pages,
+                            shared_t empty,
+                            int chunk) {  // a query without keys does not exist, or has no row in this run
   constexpr int kStride = States<kDims>::kStride;
   const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes, first = chunk * TL_KEY_CHUNK, lane = lane_id();
   float s[kPagesOfChunk][2][4], m[2], o[kDims / 2];
@@ -45,14 +46,14 @@ TL_DEVICE void attend_chunk(float *states, const AttendArgs &a, const uint32_t (
   for (int h = 0; h < 2; h++) {
     const float l = sum_of_p<Kv>(p, h);
     to[h] = const_cast<float *>(of_cluster_rank(states, lane / 4)) + ((warp_id() % 4 * 2 + h) * TL_CHUNK_GROUP + chunk % TL_CHUNK_GROUP) * kStride;
-    if (lane % 4 == 0) *(float2 *)(to[h] + kDims) = make_float2(m[h], l);
+    if (lane % 4 == 0 && keys[h].end) *(float2 *)(to[h] + kDims) = make_float2(m[h], l);
   }
   wgmma_wait<0>();
   accumulators_ready(o);
   if (lane == 0) barrier_arrive(empty);
 #pragma unroll
   for (int i = 0; i < kDims / 2; i += 2)
-    *(float2 *)(to[i % 4 / 2] + i / 4 * 8 + lane % 4 * 2) = make_float2(o[i], o[i + 1]);
+    if (keys[i % 4 / 2].end) *(float2 *)(to[i % 4 / 2] + i / 4 * 8 + lane % 4 * 2) = make_float2(o[i], o[i + 1]);
 }
 
 // A query's state over chunks, of a lane's four dims.

@@ -108,7 +108,8 @@ bool launch_attend_wide(const Launcher &launcher, const AttendArgs &args) {
   const KvLayer &kv = args.place.kv;
   const int n_rows = args.place.rows.n_rows * (args.place.n_heads / args.place.n_kv_heads);
   const int n_tiles = (n_rows + kWideQueries - 1) / kWideQueries;
-  const int nbytes = kSlots * (kPagesOfChunk * (kv.k_nbytes + kv.v_nbytes) + 16) + kWideQueries * (int)sizeof(Query) + kv.head_pad / 2 * kTileThreads * 4;
+  const int nbytes =
+      kSlots * (kPagesOfChunk * (kv.k_nbytes + kv.v_nbytes) + 16) + kWideQueries * (int)sizeof(Query) + kv.head_pad / 2 * kTileThreads * 4;
   if (!attends_by_wgmma(launcher.context, args) || nbytes > launcher.context.max_shared_nbytes) return false;
   const Shape shape{dim3(n_tiles * args.place.n_kv_heads), kTileThreads, nbytes, 1};
   if (kv.dtype == TL_BF16)

@@ -5,7 +5,6 @@
 // tiles are too few for the device, a cluster shares out a tile's K-chunks: every CTA sends the sums of each of its chunks to
 // those that finish the rows, row by row. Either way every chunk of TL_K_CHUNK columns is summed from zero and the sums are added in
 // index order, with the bits of gemv.cu. Many rows: gemm_tiles.cu.
-#include <stdlib.h>
 #include <algorithm>
 
 #include "gemm_stages.cuh"
@@ -68,13 +67,15 @@ TL_DEVICE void produce(const GemmArgs &g, Ring ring, int first_panel, int first_
   }
 }
 
-// A consumer thread's sums of a chunk to the CTAs that finish their rows; `sums` is where each of these collects them.
+// A consumer thread's sums of a chunk, of the rows that exist, to the CTAs that finish them; `sums` is where each of these
+// collects them.
 template <int N>
-TL_DEVICE void send_sums(float *sums, const float (&sum)[N / 2], int warp, int chunk, int n_chunks, int n_ctas) {
+TL_DEVICE void send_sums(float *sums, const float (&sum)[N / 2], int warp, int chunk, int n_chunks, int n_ctas, int n_rows) {
   const int n_each = N / n_ctas, first = chunk * kTileOutputs + output_of(warp, 0);
 #pragma unroll
   for (int i = 0; i < N / 2; i += i % 2 ? 3 : 1) {
     const int row = row_of(i);
+    if (row >= n_rows) continue;
     float *to = const_cast<float *>(of_cluster_rank(sums, row / n_each)) + row % n_each * row_floats(n_chunks) + first;
     to[0] = sum[i];
     to[kPanelRows] = sum[i + 2];
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
       for (int i = 0; i < N / 2; i++) total[i] = total[i] + sum[i];
     } else {
       if (c == chunks.first) cluster_wait();
-      send_sums<N>(sums, sum, warp, c, n_chunks, n_ctas);
+      send_sums<N>(sums, sum, warp, c, n_chunks, n_ctas, g.n_rows - first_row);
     }
   }
   wait_for_previous_kernel();
@@ -192,9 +193,8 @@ Cut cut_of(const tl_context &context, const GemmArgs &args, int n_tiles) {
     if (n_stages < kFewestStages) continue;
     const int nbytes = std::max(n_stages * Stage<W, N>::kBytes + behind, kSumBytes + scratch);
     // Chunks that the busiest multiprocessor sums, with what a CTA costs beside its chunks, and a wider cluster.
-    static const float over = getenv("TL_OVER") ? atof(getenv("TL_OVER")) : 0.75f, wider = getenv("TL_WIDER") ? atof(getenv("TL_WIDER")) : 0.2f;
     const int n_each = (n_tiles * c + context.n_multiprocessors - 1) / context.n_multiprocessors;
-    const float cost = n_each * (most_chunks + over) + wider * c;
+    const float cost = n_each * (most_chunks + 0.75f) + 0.2f * c;
     if (!best.cluster || cost < least) best = {c, n_stages, nbytes}, least = cost;
   }
   if (!best.cluster) throw std::length_error("a product needs more shared memory than this device has");

@@ -2,7 +2,6 @@
 //
 // What lies between two matrix products touches one row at a time. It is gathered into a row program, which runs at the
 // head of the next product where that is a gemv of one row, else in a kernel of its own that leaves the operand behind.
-#include <stdlib.h>
 #include <algorithm>
 
 #include "attend.cuh"
@@ -111,8 +110,6 @@ class Lowering {
 
   Path path_of(const tl_matrix &weight, int n_rows) const {
     if (weight.dtype == TL_F32) return Path::kF32;
-    static const int most = getenv("TL_GEMV") ? atoi(getenv("TL_GEMV")) : kGemvRows;
-    if (n_rows > most && weight.dtype != TL_F32) return Path::kGemm;
     if (n_rows > kGemvRows) return Path::kGemm;
     GemvArgs largest = {matrix_of(weight), x(0), n_rows, weight.n_out % 32 ? 1 : 2, {}, {}, {}};  // of what a phase may ask for
     largest.epilogue.kind = kAddToRows;

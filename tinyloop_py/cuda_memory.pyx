@@ -5,8 +5,8 @@ from libc.stdint cimport int64_t
 
 from .memory cimport AddressRange, Buffer
 
-cdef int64_t WARM_SHARE = 32  # of a device's memory, in free pages that keep theirs: mapping 8 MiB takes the host longer than filling it takes a prompt
-cdef int64_t MAP_STEP = 8 << 20  # physical memory comes in pieces of this size, or of the device's granularity where that is larger
+cdef int64_t WARM_SHARE = 32  # of a device's memory that free pages keep for the next call: to map it again takes the host longer than a prompt takes to fill it
+cdef int64_t MAP_STEP = 32 << 20  # physical memory comes in pieces of this size, or of the device's granularity where that is larger
 
 
 @cython.no_gc_clear  # the device must outlive its memory
