@@ -35,10 +35,10 @@ TL_DEVICE void attend_chunk(State<kDims> &state, const AttendArgs &a, const uint
   }
 }
 
-#endif
-
 // Tiles in an order that gives SMs an even share: later rows read more keys, and go first; the short ones join them.
 TL_DEVICE int tile_of(int unit, int n_tiles) { return unit < (n_tiles + 1) / 2 ? n_tiles - 1 - unit : unit - (n_tiles + 1) / 2; }
+
+#endif
 
 template <class Kv, int kDims>
 __global__ void __launch_bounds__(kTileThreads, 2) attend_wide(const AttendArgs a) {

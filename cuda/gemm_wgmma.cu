@@ -16,8 +16,6 @@ constexpr int kCtaThreads = kConsumers + 32;
 constexpr int kMaxCluster = 8;
 constexpr int kFewestStages = 3;  // a stage is held while the next one is begun
 
-constexpr int kReads = 8;  // chunk sums that a thread reads at a time
-
 struct WgmmaArgs {
   GemmArgs gemm;
   int32_t n_stages;  // of the ring
@@ -27,6 +25,8 @@ struct WgmmaArgs {
 TL_BOTH int row_floats(int n_chunks) { return n_chunks * kTileOutputs + 4; }
 
 #if TL_WGMMA
+
+constexpr int kReads = 8;  // chunk sums that a thread reads at a time
 
 // The K-chunks that a CTA of the cluster sums.
 struct Chunks {
