@@ -111,8 +111,11 @@ def test_a_step_as_one_kernel_has_the_same_bits(name, dtype, kv_mode, loops, win
 
 @pytest.mark.parametrize(
     ("kv_mode", "head_dim", "n_kv_heads"),
-    [("fp16", 16, 8), ("bf16", 64, 8), ("fp16", 128, 16), ("bf16", 80, 8), ("int8", 16, 8), ("int8", 48, 16), ("int8", 160, 8), ("int4", 16, 8), ("int4", 80, 8), ("int4", 256, 8)],
-)
+    [
+        ("fp16", 16, 8), ("bf16", 64, 8), ("fp16", 128, 16), ("bf16", 80, 8), ("int8", 16, 8), ("int8", 48, 16), ("int8", 160, 8),
+        ("int4", 16, 8), ("int4", 80, 8), ("int4", 256, 8),
+    ],
+)  # fmt: skip
 def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv_heads):
     """A prompt whose attention is 64 tiles of 64 queries or more has a kernel of its own; its parts, and single rows, don't."""
     config = small(dim=32, ffn_dim=48, n_heads=16, n_kv_heads=n_kv_heads, head_dim=head_dim, tied_embeddings=False)

@@ -97,9 +97,6 @@ cdef class Arena:
 cdef class AddressRange:
     """`nbytes` of address space at `pointer`, of which the first `committed` have memory."""
 
-    def __cinit__(self, *_):
-        self.warm_nbytes = WARM_NBYTES
-
     cpdef int commit(self, int64_t nbytes) except -1:
         """Gives the first `nbytes` memory that reads as zero; OutOfMemoryError where the range or the system has no more."""
         raise TypeError("an AddressRange of no backend")
@@ -121,6 +118,7 @@ cdef class HostRange(AddressRange):
     """Address space of this process."""
 
     def __cinit__(self, int64_t nbytes):
+        self.warm_nbytes = WARM_NBYTES
         self.nbytes = (nbytes + OS_PAGE - 1) // OS_PAGE * OS_PAGE
         cdef void *p = mmap(NULL, self.nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         while p == MAP_FAILED and self.nbytes >= SMALLEST_RANGE:  # a limit on address space (ulimit -v): take part of what it leaves
