@@ -121,39 +121,63 @@ struct TileSums {
     }
   }
 
+  // kWhole: all of the tile exists, so that nothing stands between the loads, which then run side by side.
+  template <bool kAdds, bool kWhole>
   TL_DEVICE_MEMBER void store_rows(const Sums &y) const {
-    const Epilogue &e = g.epilogue;
-    constexpr int kBatch = 16;  // loads that run side by side
+    constexpr int kBatch = 32;
+    const int stride = g.epilogue.stride;
+    const int64_t first_at = (int64_t)(tile.first_row + row_of(0)) * stride + output(0);
+    const float *addend = g.epilogue.addend + first_at;
+    float *out = g.epilogue.out + first_at;
+    const auto at = [&](int i) { return (i / 4 * 8 + i % 2) * stride + i % 4 / 2 * kPanelRows; };
 #pragma unroll
     for (int first = 0; first < kRows / 2; first += kBatch) {
       float x[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; i++)
-        if (e.kind == kAddToRows && exists(first + i)) x[i] = e.addend[at(first + i)];
+        if (kAdds && (kWhole || exists(first + i))) x[i] = addend[at(first + i)];
 #pragma unroll
       for (int i = 0; i < kBatch; i++)
-        if (exists(first + i)) e.out[at(first + i)] = e.kind == kAddToRows ? x[i] + y[first + i] : y[first + i];
+        if (kWhole || exists(first + i)) out[at(first + i)] = kAdds ? x[i] + y[first + i] : y[first + i];
     }
   }
 
-  // Gates and ups are values 0, 1 and 2, 3 of four. Two lanes exchange one, so that each has two columns of a row.
+  TL_DEVICE_MEMBER void store_rows(const Sums &y) const {
+    const bool whole = tile.first_row + kRows <= g.n_rows && tile.first_panel + kTilePanels <= g.weight.n_out / kPanelRows;
+    if (g.epilogue.kind == kAddToRows)
+      whole ? store_rows<true, true>(y) : store_rows<true, false>(y);
+    else
+      whole ? store_rows<false, true>(y) : store_rows<false, false>(y);
+  }
+
+  // Gates and ups are values 0, 1 and 2, 3 of four. Two lanes exchange one, so that each has two columns of a row. kSilu: the usual
+  // activation, known before the loop.
+  template <class T, bool kSilu>
   TL_DEVICE_MEMBER void store_gated(const Sums &y) const {
     const Epilogue &e = g.epilogue;
-    const int odd = lane_id() / 4 % 2, panel = tile.first_panel + warp % 4 * 2;
-    const int column = panel / 2 * 16 + warp / 4 * 8 + lane_id() / 4 / 2 * 2;
+    const int odd = lane_id() / 4 % 2, panel = tile.first_panel + warp % 4 * 2, act = kSilu ? (int)TL_ACT_SILU : e.act;
+    const int column = panel / 2 * 16 + warp / 4 * 8 + lane_id() / 4 / 2 * 2, first_row = tile.first_row + row_of(0) + odd;
+    uint16_t *to = (uint16_t *)e.operand.data + operand_index(e.operand, first_row, column);
+    const bool exists = panel * kPanelRows < g.weight.n_out;
 #pragma unroll
     for (int i = 0; i < kRows / 2; i += 4) {
-      const float h0 = activate(e.act, y[i]) * y[i + 2], h1 = activate(e.act, y[i + 1]) * y[i + 3];
+      const float h0 = activate(act, y[i]) * y[i + 2], h1 = activate(act, y[i + 1]) * y[i + 3];
       const float other = __shfl_xor_sync(0xffffffffu, odd ? h0 : h1, 4);
-      const int row = tile.first_row + row_of(i) + odd;
-      if (row < g.n_rows && panel * kPanelRows < g.weight.n_out) store_operand_pair(e.operand, row, column, odd ? other : h0, odd ? h1 : other);
+      if (exists && first_row + i * 2 < g.n_rows) *(uint32_t *)(to + i / 4 * 512) = T::pack(odd ? other : h0, odd ? h1 : other);
     }
+  }
+
+  TL_DEVICE_MEMBER void store_gated(const Sums &y) const {
+    const bool silu = g.epilogue.act == TL_ACT_SILU;
+    if (g.epilogue.operand.dtype == TL_BF16)
+      silu ? store_gated<Bf16, true>(y) : store_gated<Bf16, false>(y);
+    else
+      silu ? store_gated<F16, true>(y) : store_gated<F16, false>(y);
   }
 
  private:
   TL_DEVICE_MEMBER int output(int i) const { return tile.first_panel * kPanelRows + output_of(warp, i); }
   TL_DEVICE_MEMBER bool exists(int i) const { return tile.first_row + row_of(i) < g.n_rows && output(i) < g.weight.n_out; }
-  TL_DEVICE_MEMBER int64_t at(int i) const { return (int64_t)(tile.first_row + row_of(i)) * g.epilogue.stride + output(i); }
 };
 
 template <class W>
@@ -163,7 +187,7 @@ TL_DEVICE void finish_tile(const GemmArgs &g, Sums &total, Tile tile, int warp, 
   if (e.kind == kToRows || e.kind == kAddToRows) {
     own.complete(total);
     own.store_rows(total);
-  } else if (e.kind == kActivate && e.gated) {
+  } else if (e.kind == kActivate && e.gated && e.operand.dtype != TL_F32 && e.operand.layout == kOperandTiles) {
     own.complete(total);
     own.store_gated(total);
   } else {
