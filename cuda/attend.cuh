@@ -212,6 +212,8 @@ TL_DEVICE void request_page(const AttendArgs &a, uint8_t *chunk_memory, const in
 
 void launch_attend_split(const Launcher &launcher, const AttendArgs &args);
 bool launch_attend_tile(const Launcher &launcher, const AttendArgs &args);  // false: this device has too little shared memory
+bool launch_attend_wide(const Launcher &launcher, const AttendArgs &args);  // these two, false: not on this device, or not with this KV
+bool launch_attend_few(const Launcher &launcher, const AttendArgs &args);
 void launch_attend_f32(const Launcher &launcher, const AttendArgs &args);
 
 }  // namespace tl

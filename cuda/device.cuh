@@ -217,6 +217,22 @@ TL_DEVICE void give_registers() {
 
 // ---- clusters
 
+// The same run of bytes to each CTA whose bit of `ranks` is set, at the same place in its shared memory, and counted there.
+TL_DEVICE void copy_bulk_to(shared_t to, const void *from, int nbytes, shared_t barrier, uint32_t ranks) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
+               "r"(nbytes), "r"(barrier), "h"((uint16_t)ranks)
+               : "memory");
+}
+TL_DEVICE void barrier_arrive_at(shared_t barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 TL_DEVICE int cluster_rank() {
   uint32_t r;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
@@ -227,6 +243,9 @@ TL_DEVICE int cluster_size() {
   asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
   return (int)n;
 }
+// cluster_sync() in two steps, without an order of memory: after the second every CTA of the cluster has begun.
+TL_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+TL_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 TL_DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
 // The address of another CTA's shared variable, from the address of one's own.
 template <class T>

@@ -21,6 +21,8 @@ bool gemm_places(const tl_context &context, const Matrix &weight, const PlaceArg
 
 void launch_gemm(const Launcher &launcher, const GemmArgs &args);
 void launch_gemm_wgmma(const Launcher &launcher, const GemmArgs &args);  // no groups of int8 columns
+void launch_gemm_tiles(const Launcher &launcher, const GemmArgs &args);  // the same, for many rows
+bool gemm_takes_tiles(const tl_context &context, const GemmArgs &args);
 void launch_gemm_f32(const Launcher &launcher, const GemmArgs &args);
 
 }  // namespace tl

@@ -1,6 +1,7 @@
 // A device as the host sees it, and launching kernels on it.
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -22,6 +23,7 @@ struct tl_context {
   int major, minor;
   char name[64];
   std::unordered_map<const void *, int> shared_limits;  // what kernels were allowed so far
+  std::unordered_map<const void *, int> at_once;        // of kernels that were asked for: clusters that run at once
 };
 
 namespace tl {
@@ -84,6 +86,31 @@ struct Launcher {
     require(cudaLaunchKernelEx(&config, kernel, args), "launching a kernel");
 #endif
     dependent = true;
+  }
+
+  // How many clusters of a kernel run at once.
+  template <class Args>
+  int clusters_at_once(void (*kernel)(Args), const Shape &shape) const {
+    int &n = context.at_once[(const void *)kernel];
+    if (n) return n;
+#if defined(TL_EMULATOR)
+    n = std::max(1, 6 / shape.cluster);  // so that tests see both wide and narrow clusters
+#else
+    prepare((const void *)kernel, shape.shared_nbytes);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = shape.cluster;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = shape.grid;
+    config.blockDim = dim3(shape.n_threads);
+    config.dynamicSmemBytes = shape.shared_nbytes;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    require(cudaOccupancyMaxActiveClusters(&n, kernel, &config), "asking how many clusters run at once");
+    if (n <= 0) throw std::length_error("a kernel's clusters do not fit this device");
+#endif
+    return n;
   }
 
  private:

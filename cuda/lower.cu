@@ -263,7 +263,10 @@ class Lowering {
     if (!args.place_here && !placed_) launch_place(launcher(), place_);
     if (d_.kv_dtype == TL_F32) return launch_attend_f32(launcher(), args);
     constexpr int kEnoughTiles = 64;
-    if ((n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles && !b_.decode && launch_attend_tile(launcher(), args)) return;
+    const bool fills = (n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles, one_sequence = 2 * b_.n_out <= n_rows_;
+    if (fills && !b_.decode && (launch_attend_wide(launcher(), args) || launch_attend_tile(launcher(), args))) return;
+    // Rows that are all asked for are mostly of as many sequences, and share no keys.
+    if (n_rows_ > 1 && one_sequence && !b_.decode && launch_attend_few(launcher(), args)) return;
     args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
     if (args.place_here) return keep(args);
     launch_attend_split(launcher(), args);

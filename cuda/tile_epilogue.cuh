@@ -31,7 +31,7 @@ struct TileRows {
   template <class Sum>
   TL_DEVICE_MEMBER void finish(Sum sum) const {
     if (g.epilogue.kind == kAddToRows) return add_to_rows(sum);
-    if (g.epilogue.kind == kPlace) return place_rows(sum);
+    if (g.epilogue.kind == kPlace) return turns_halves(g.place) ? place_plain_rows(sum) : place_rows(sum);
 #pragma unroll 1
     for (int row = begin; row < end; row += step) {
       const float4 y = complete(sum(row));
@@ -104,6 +104,63 @@ struct TileRows {
 #pragma unroll
     for (int i = 0; i < 4; i++)
       if (output() + i < g.epilogue.n_valid) to[i] = scale_softcap(a[i], g.epilogue.scale, g.epilogue.cap);
+  }
+
+  // Whether q and k are not normed, and whole heads turn by halves: what takes no scratch memory.
+  TL_DEVICE_MEMBER bool turns_halves(const PlaceArgs &p) const {
+    const int pad = p.kv.head_pad;
+    return p.qk_norm == TL_QK_NORM_NONE && !p.interleaved && p.rotary_dim == pad && p.head_dim == pad && (pad == 64 || pad == 128) &&
+           kv_element_nbytes(p.kv.dtype) == 2;
+  }
+
+  // Four neighbours of a head to where attention reads them; `page` below 0: the row does nothing.
+  TL_DEVICE_MEMBER void store_four(const PlaceArgs &p, int row, int head, int dim, float4 v, int page, int slot) const {
+    const int n_qk = p.n_heads + p.n_kv_heads, dtype = p.kv.dtype;
+    if (head >= p.n_heads && page < 0) return;
+    uint16_t *to = (uint16_t *)p.q + ((int64_t)row * p.n_heads + head) * p.kv.head_pad + dim;
+    if (head >= n_qk)
+      to = (uint16_t *)v_of(p.kv, page, head - n_qk) + v_index(slot, dim);
+    else if (head >= p.n_heads)
+      to = (uint16_t *)k_of(p.kv, page, head - p.n_heads) + k_index(slot, dim);
+    *(uint2 *)to = make_uint2(pack_pair(dtype, v.x, v.y), pack_pair(dtype, v.z, v.w));
+    if (dtype != TL_F16 || head < p.n_heads || !p.n_clamped) return;
+    if (const int n = F16::n_clamped(v.x, v.y) + F16::n_clamped(v.z, v.w)) atomicAdd(p.n_clamped, (unsigned long long)n);
+  }
+
+  // The numbers of finish_head, a pair's halves in two lanes. Four rows at a time, so that their loads run side by side.
+  template <class Sum>
+  TL_DEVICE_MEMBER void place_plain_rows(Sum sum) const {
+    constexpr int kBatch = 4;
+    const PlaceArgs &p = g.place;
+    const int head_pad = p.kv.head_pad, half = head_pad / 2, own = begin + lane_id() * step;
+    const int head = output() / head_pad, dim = output() % head_pad, n_qk = p.n_heads + p.n_kv_heads;
+    const int own_pos = own < end ? p.rows.pos[first_row + own] : -1;
+    const int own_page = own_pos < 0 ? -1 : page_of(p.rows, p.rows.seq[first_row + own], own_pos);
+#pragma unroll 1
+    for (int first = begin, n = 0; first < end; first += kBatch * step, n += kBatch) {
+      float4 c[kBatch], s[kBatch];
+      int pos[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; j++) {
+        pos[j] = __shfl_sync(0xffffffffu, own_pos, min(n + j, 31));
+        const int64_t at = (int64_t)max(pos[j], 0) * half + dim % half;
+        c[j] = *(const float4 *)(p.cos + at);
+        s[j] = *(const float4 *)(p.sin + at);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; j++) {
+        const int row = first + j * step, page = __shfl_sync(0xffffffffu, own_page, min(n + j, 31));
+        if (row >= end) break;
+        const float4 y = complete(sum(row));
+        const float4 z = make_float4(__shfl_xor_sync(0xffffffffu, y.x, half / 4), __shfl_xor_sync(0xffffffffu, y.y, half / 4),
+                                     __shfl_xor_sync(0xffffffffu, y.z, half / 4), __shfl_xor_sync(0xffffffffu, y.w, half / 4));
+        const float4 t = make_float4(z.x * s[j].x, z.y * s[j].y, z.z * s[j].z, z.w * s[j].w);
+        const bool lower = dim < half;
+        const float4 v = make_float4(fmaf(y.x, c[j].x, lower ? -t.x : t.x), fmaf(y.y, c[j].y, lower ? -t.y : t.y),
+                                     fmaf(y.z, c[j].z, lower ? -t.z : t.z), fmaf(y.w, c[j].w, lower ? -t.w : t.w));
+        if (head < n_qk + p.n_kv_heads) store_four(p, first_row + row, head, dim, head < n_qk ? v : y, page, pos[j] % TL_PAGE_POSITIONS);
+      }
+    }
   }
 
   // The tile's outputs are whole heads of q, k or v. Positions and pages of all rows first, angles one row ahead.

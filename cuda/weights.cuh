@@ -31,6 +31,14 @@ struct Int8Weights {
     a[2] = widen(q.y);
     a[3] = widen(q.y >> 8);
   }
+  // The upper (half 0) or lower eight rows of two panels' blocks, one above the other.
+  TL_DEVICE void load_halves(uint32_t (&a)[4], shared_t upper, shared_t lower, int half) {
+    const uint2 p = load_shared8(upper), q = load_shared8(lower);
+    a[0] = widen(p.x >> 8 * half);
+    a[1] = widen(q.x >> 8 * half);
+    a[2] = widen(p.y >> 8 * half);
+    a[3] = widen(q.y >> 8 * half);
+  }
 };
 
 // d += kCount blocks times the row; `block` and `right` are this lane's addresses in the first of them. Loads come first, so

@@ -111,8 +111,11 @@ def test_a_step_as_one_kernel_has_the_same_bits(name, dtype, kv_mode, loops, win
 
 @pytest.mark.parametrize(
     ("kv_mode", "head_dim", "n_kv_heads"),
-    [("fp16", 16, 8), ("bf16", 80, 8), ("int8", 16, 8), ("int8", 48, 16), ("int8", 160, 8), ("int4", 16, 8), ("int4", 80, 8), ("int4", 256, 8)],
-)
+    [
+        ("fp16", 16, 8), ("bf16", 64, 8), ("fp16", 128, 16), ("bf16", 80, 8), ("int8", 16, 8), ("int8", 48, 16), ("int8", 160, 8),
+        ("int4", 16, 8), ("int4", 80, 8), ("int4", 256, 8),
+    ],
+)  # fmt: skip
 def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv_heads):
     """A prompt whose attention is 64 tiles of 64 queries or more has a kernel of its own; its parts, and single rows, don't."""
     config = small(dim=32, ffn_dim=48, n_heads=16, n_kv_heads=n_kv_heads, head_dim=head_dim, tied_embeddings=False)
@@ -126,6 +129,29 @@ def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv
         generation.keep_logits()
         generation.run()
         assert pool.stats().hits == 1 and same_bits(np.asarray(generation.logits), logits[0])
+
+
+@pytest.mark.parametrize(("kv_mode", "head_dim", "window"), [("bf16", 64, 0), ("fp16", 128, 1060)])
+def test_some_rows_attend_with_the_bits_of_one(tmp_path, kv_mode, head_dim, window):
+    """Rows of a prompt behind more keys than a group of chunks has: a cluster merges them, and a single row another kernel."""
+    config = small(dim=32, ffn_dim=48, n_heads=2, n_kv_heads=1, head_dim=head_dim, n_core=1)
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    tokens = random_tokens(config, 1100)
+    with tl.Model(tmp_path / "m.tinyloop", 1200, device="cuda", kv_mode=kv_mode) as model:
+        pool = tl.PrefixPool()
+        model.register_prefix(pool, tokens[:1060], cache_window=window)
+        together = model.logits(tokens, last_only=True) if not window else None
+        found = []
+        for ends in ((1100,), (1061, 1070, 1099, 1100)):
+            for end in ends:
+                generation = model._start(tokens[:end], 1, pool=pool, temperature=0.0, cache_window=window, run_prompt=False)
+                generation.keep_logits()
+                generation.run()
+                if end == 1100:
+                    found.append(np.array(generation.logits))
+                else:
+                    model.register_prefix(pool, tokens[:end], cache_window=window)
+        assert same_bits(found[0], found[1]) and (together is None or same_bits(found[0], together[0]))
 
 
 @pytest.mark.parametrize(("name", "dtype", "group_size"), [("ouro", "bf16", None), ("odd", "f32", None), ("huginn", "int8", 64)])

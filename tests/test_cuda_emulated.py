@@ -37,6 +37,7 @@ TESTS = (
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[shipped-bf16-None-int8]",
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[qwen2-f16-None-int4]",
     "test_cuda.py::test_many_rows_attend_with_the_bits_of_few[int8-16-8]",
+    "test_cuda.py::test_some_rows_attend_with_the_bits_of_one[bf16-64-0]",
     "test_kv_codes.py::test_the_first_layer_holds_the_codes_of_the_definition[cuda-int8-80]",
     "test_kv_codes.py::test_the_first_layer_holds_the_codes_of_the_definition[cuda-int4-80]",
     "test_kv_codes.py::test_one_layer_rounds_where_the_reference_does[cuda-8-1-int8]",

@@ -133,6 +133,11 @@ class CudaDevice:
         status, free, _ = self.runtime.cudaMemGetInfo()
         return None if int(status) else int(free)
 
+    def total_nbytes(self) -> int:
+        """Bytes of device memory, 0 where the driver does not say."""
+        status, _, total = self.runtime.cudaMemGetInfo()
+        return 0 if int(status) else int(total)
+
     def close(self) -> None:
         """Waits for the work and gives the stream back. Idempotent."""
         if self.stream and self.is_own:

@@ -5,7 +5,8 @@ from libc.stdint cimport int64_t
 
 from .memory cimport AddressRange, Buffer
 
-cdef int64_t MAP_STEP = 8 << 20  # physical memory comes in pieces of this size, or of the device's granularity where that is larger
+cdef int64_t WARM_SHARE = 32  # of a device's memory that free pages of a part keep: mapping takes the host longer than filling takes a prompt
+cdef int64_t MAP_STEP = 32 << 20  # physical memory comes in pieces of this size, or of the device's granularity where that is larger
 
 
 @cython.no_gc_clear  # the device must outlive its memory
@@ -60,6 +61,7 @@ cdef class DeviceRange(AddressRange):
         self._piece = (min(MAP_STEP, max(nbytes, 1)) + grain - 1) // grain * grain
         self.nbytes = (nbytes + self._piece - 1) // self._piece * self._piece
         self._n_users = []
+        self.warm_nbytes = device.total_nbytes() // WARM_SHARE
         self.pointer = device.reserve_addresses(self.nbytes)
 
     def __dealloc__(self):

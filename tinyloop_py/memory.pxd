@@ -25,6 +25,7 @@ cdef class AddressRange:
     cdef readonly uintptr_t pointer
     cdef readonly int64_t nbytes
     cdef readonly int64_t committed
+    cdef readonly int64_t warm_nbytes  # free pages that keep their memory, for the next call
 
     cpdef int commit(self, int64_t nbytes) except -1
     cpdef int discard(self, int64_t offset, int64_t nbytes) except -1

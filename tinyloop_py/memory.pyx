@@ -18,6 +18,7 @@ cdef int64_t COMMIT_STEP = 1 << 24  # a range grows by whole steps, so that the 
 cdef int64_t HUGE_PAGE = 1 << 21
 cdef int64_t ARENA_CHUNK = 1 << 25
 cdef int64_t SMALLEST_RANGE = 16 << 20
+cdef int64_t WARM_NBYTES = 64 << 20
 
 
 def free_host_memory() -> int | None:
@@ -117,6 +118,7 @@ cdef class HostRange(AddressRange):
     """Address space of this process."""
 
     def __cinit__(self, int64_t nbytes):
+        self.warm_nbytes = WARM_NBYTES
         self.nbytes = (nbytes + OS_PAGE - 1) // OS_PAGE * OS_PAGE
         cdef void *p = mmap(NULL, self.nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         while p == MAP_FAILED and self.nbytes >= SMALLEST_RANGE:  # a limit on address space (ulimit -v): take part of what it leaves

@@ -14,6 +14,8 @@ cdef class PageSpace:
 
     cdef int32_t take(self) except -1
     cdef void give(self, int32_t page) noexcept
+    cdef void cool(self, int32_t page) noexcept
+    cdef int64_t warm_nbytes(self) noexcept
 
 
 cdef class KvStore:
@@ -29,6 +31,8 @@ cdef class KvStore:
 
     cdef int32_t take(self, int part) except -1
     cdef void give(self, int part, int32_t page) noexcept
+    cdef int64_t warm_nbytes(self) noexcept
+    cdef void cool(self) noexcept
     cdef int hold(self, int64_t nbytes) except -1
     cdef void let_go(self, int64_t nbytes) noexcept
     cpdef int reserve(self, int64_t nbytes) except -1

@@ -6,7 +6,6 @@ from libc.string cimport memcpy
 
 from .errors import OutOfMemoryError
 
-cdef int64_t WARM_NBYTES = 64 << 20   # free pages that keep their memory, for the next call
 cdef int64_t LARGE_NBYTES = 256 << 20  # without a budget, calls that need more look at what the system has free first
 
 
@@ -21,7 +20,7 @@ cdef class PageSpace:
         self._n_seen = 0
         self._warm = []
         self._cold = []
-        self._warm_limit = max(1, WARM_NBYTES // page_nbytes)
+        self._warm_limit = max(1, address_range.warm_nbytes // page_nbytes)
 
     @property
     def n_seen(self):
@@ -52,11 +51,19 @@ cdef class PageSpace:
         self.n_used -= 1
         if len(self._warm) < self._warm_limit:
             self._warm.append(page)
-            return
+        else:
+            self.cool(page)
+
+    cdef void cool(self, int32_t page) noexcept:
+        """Lets the memory of a free page go."""
         try:
             self._range.discard(page * self.page_nbytes, self.page_nbytes)
         finally:
             self._cold.append(page)
+
+    cdef int64_t warm_nbytes(self) noexcept:
+        """Bytes of free pages that keep their memory."""
+        return len(self._warm) * self.page_nbytes
 
     def close(self):
         self._range.close()
@@ -107,7 +114,7 @@ cdef class KvStore:
             )
         if self.budget is None and nbytes > LARGE_NBYTES and self._free_nbytes is not None:
             free = self._free_nbytes()
-            if free is not None and nbytes > free:
+            if free is not None and nbytes > free + self.warm_nbytes():
                 raise OutOfMemoryError(f"out of memory: the call needs {nbytes:,} bytes of KV pages, and the system has {free:,} bytes free")
         self.reserved_nbytes += nbytes
         return 0
@@ -122,10 +129,34 @@ cdef class KvStore:
             raise RuntimeError("the KV cache of a closed model cannot grow")
         if self.fault is not None:
             self.fault(part)
-        cdef int32_t page = space.take()
+        cdef int32_t page
+        try:
+            page = space.take()
+        except OutOfMemoryError:
+            if not self.warm_nbytes():
+                raise
+            self.cool()  # what the other parts keep for later calls
+            page = space.take()
         self.used_nbytes += space.page_nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
         return page
+
+    cdef int64_t warm_nbytes(self) noexcept:
+        """Bytes of free pages that keep their memory, of all parts."""
+        cdef int64_t n = 0
+        for space in self.spaces:
+            if space is not None:
+                n += (<PageSpace>space).warm_nbytes()
+        return n
+
+    cdef void cool(self) noexcept:
+        """Lets the memory of all free pages go."""
+        cdef PageSpace space
+        for each in self.spaces:
+            if each is not None:
+                space = each
+                while space._warm:
+                    space.cool(space._warm.pop())
 
     cdef void give(self, int part, int32_t page) noexcept:
         if self.closed:

@@ -65,6 +65,7 @@ struct Fiber : Thread {
   void *stack_pointer;
   const uint64_t *waits_for = nullptr;  // runs again when this has left `seen`
   uint64_t seen = 0;
+  uint64_t cluster_generation = 0;  // of the meeting of its cluster, when it arrived there
   bool done = false;
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open_group;
@@ -232,7 +233,17 @@ void launch(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool toget
 uint8_t *shared_memory(int cta) { return ctas[cta].shared; }
 
 void sync_cta(int id, int n_threads) { meet(ctas[current->cta].named[id], n_threads ? n_threads : (int)(fibers.size() / ctas.size())); }
-void sync_cluster() { meet(cluster_meetings[current->cta / current->cluster_size], (int)(fibers.size() / cluster_meetings.size())); }
+void arrive_in_cluster() {
+  Meeting &m = cluster_meetings[current->cta / current->cluster_size];
+  self().cluster_generation = m.generation;
+  if (++m.arrived < (int)(fibers.size() / cluster_meetings.size())) return;
+  m.arrived = 0;
+  m.generation++;
+}
+void wait_in_cluster() {
+  Meeting &m = cluster_meetings[current->cta / current->cluster_size];
+  if (m.generation == self().cluster_generation) wait_until_changed(m.generation);
+}
 void wait_for(const uint64_t *word, uint64_t value) {
   while (*word != value) wait_until_changed(*word);
 }
@@ -274,11 +285,13 @@ void barrier_init(uint64_t *barrier, int n_arrivals) {
 }
 
 namespace {
-Barrier &barrier_at(uint64_t *barrier) {
-  auto &all = ctas[current->cta].barriers;
-  const auto found = all.find(barrier);
-  if (found == all.end()) die("a barrier is used before it is made");
-  return found->second;
+Barrier &barrier_at(uint64_t *barrier) {  // of this CTA, or another one of its cluster
+  const int first = current->cta - current->rank;
+  for (int cta = first; cta < first + current->cluster_size; cta++) {
+    const auto found = ctas[cta].barriers.find(barrier);
+    if (found != ctas[cta].barriers.end()) return found->second;
+  }
+  die("a barrier is used before it is made");
 }
 void complete(uint64_t *barrier, Barrier &b) {
   if (b.missing || b.nbytes) return;

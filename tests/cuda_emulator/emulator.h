@@ -66,7 +66,8 @@ void wait_for(const uint64_t *word, uint64_t value);  // until it has that
 
 uint8_t *shared_memory(int cta);
 void sync_cta(int id, int n_threads);
-void sync_cluster();
+void arrive_in_cluster();
+void wait_in_cluster();
 // Meets the other lanes of the warp: combine(in, out) runs once, on 32 slots of 64 bytes each.
 void meet_warp(int kind, const void *in, int in_nbytes, void *out, int out_nbytes, void (*combine)(const uint8_t (*in)[64], uint8_t (*out)[64]));
 
@@ -278,8 +279,14 @@ inline float reciprocal(float x) { return 1.0f / x; }
 inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }
 inline void store_shared16(shared_t p, uint4 v) { *(uint4 *)p = v; }
 
-// Where the columns of wgmma's right operand lie: address and distance of its groups of eight columns.
-inline uint64_t wgmma_columns(shared_t b, int group_bytes) { return (uint64_t)b << 16 | (uint64_t)group_bytes; }
+// Where an operand of wgmma lies: address, distance of its groups of eight rows or columns, and of its two tiles of the inner dimension.
+inline uint64_t wgmma_tiles(shared_t p, int group_bytes, int inner_bytes = 128) {
+  const int cta = emulator::current->cta;
+  return (uint64_t)(p - (shared_t)emulator::shared_memory(cta)) | (uint64_t)group_bytes << 32 | (uint64_t)inner_bytes << 48;
+}
+inline const uint8_t *tile_of(uint64_t tiles, int group, int inner) {
+  return emulator::shared_memory(emulator::current->cta) + (uint32_t)tiles + group * (int)(tiles >> 32 & 0xffff) + inner * (int)(tiles >> 48);
+}
 template <int n>
 void take_registers() {}
 template <int n>
@@ -290,18 +297,31 @@ template <int pending>
 void wgmma_wait() {
   emulator::warp_operation<int, int, emulator::nothing>(10, 0);
 }
-template <class T, int n>
+template <class T, bool kTurned = false, int n>
 void wgmma(float (&d)[n], const uint32_t (&a)[4], uint64_t columns, bool add) {
-  const uint8_t *b = (const uint8_t *)(uintptr_t)(columns >> 16);
-  const int lane = emulator::current->lane, group_bytes = (int)(columns & 0xffff);
+  const int lane = emulator::current->lane;
   for (int j = 0; j < n / 4; j++) {  // eight columns at a time, with the sums of mma.sync
     float part[4];
     for (int i = 0; i < 4; i++) part[i] = add ? d[4 * j + i] : 0.0f;
     uint32_t word[2];
-    for (int k = 0; k < 2; k++) memcpy(&word[k], b + j * group_bytes + k * 128 + lane / 4 * 16 + lane % 4 * 4, 4);
+    for (int k = 0; k < 2; k++) {
+      uint16_t v[2];
+      for (int i = 0; i < 2; i++) {
+        const int column = lane / 4, inner = lane % 4 * 2 + i;
+        memcpy(&v[i], tile_of(columns, j, k) + (kTurned ? inner * 16 + column * 2 : column * 16 + inner * 2), 2);
+      }
+      word[k] = (uint32_t)v[1] << 16 | v[0];
+    }
     T::mma(part, a, word[0], word[1]);
     memcpy(d + 4 * j, part, sizeof part);
   }
+}
+template <class T, int n>
+void wgmma(float (&d)[n], uint64_t rows, uint64_t columns, bool add) {
+  const int lane = emulator::current->lane, warp = emulator::current->warp % 4;
+  uint32_t a[4];
+  for (int i = 0; i < 4; i++) memcpy(&a[i], tile_of(rows, warp * 2 + i % 2, i / 2) + lane / 4 * 16 + lane % 4 * 4, 4);
+  wgmma<T, false>(d, a, columns, add);
 }
 
 inline void copy16_async(void *to, const void *from) { emulator::queue_copy(to, from, 16); }
@@ -327,9 +347,25 @@ inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrie
 }
 inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier, uint64_t) { copy_bulk(to, from, nbytes, barrier); }
 
+// Of a shared address of one's own, that of another CTA of the cluster.
+inline shared_t in_cluster(shared_t p, int rank) {
+  const int cta = emulator::current->cta;
+  return p - (shared_t)emulator::shared_memory(cta) + (shared_t)emulator::shared_memory(cta - emulator::current->rank + rank);
+}
+inline void copy_bulk_to(shared_t to, const void *from, int nbytes, shared_t barrier, uint32_t ranks) {
+  for (int rank = 0; rank < 16; rank++)
+    if (ranks >> rank & 1) copy_bulk(in_cluster(to, rank), from, nbytes, in_cluster(barrier, rank));
+}
+inline void barrier_arrive_at(shared_t barrier, int rank) { barrier_arrive(in_cluster(barrier, rank)); }
+
 inline int cluster_rank() { return emulator::current->rank; }
 inline int cluster_size() { return emulator::current->cluster_size; }
-inline void cluster_sync() { emulator::sync_cluster(); }
+inline void cluster_arrive() { emulator::arrive_in_cluster(); }
+inline void cluster_wait() { emulator::wait_in_cluster(); }
+inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
 template <class T>
 const T *of_cluster_rank(const T *p, int rank) {
   return (const T *)(emulator::shared_memory(emulator::current->cta - emulator::current->rank + rank) +

@@ -1,0 +1,137 @@
+// What both products on wgmma share: the ring of stages that a producer warp fills by bulk copies, and a warpgroup's sum over
+// one K-chunk of it.
+//
+// A stage is 64 columns of 128 outputs and of N batch rows. Of its two consumer warpgroups, one has the upper eight outputs of
+// all panels and the other the lower eight: so the 8 x 8 tiles of a warpgroup's 64 outputs lie evenly apart, which lets the
+// tensor cores read weights where the copies put them, and a gate and its up output meet in one thread.
+#pragma once
+
+#include "gemm.cuh"
+#include "tile_epilogue.cuh"
+#include "weights.cuh"
+#include "wgmma.cuh"
+
+namespace tl {
+
+constexpr int kTilePanels = kTileOutputs / kPanelRows;
+constexpr int kConsumers = 256;
+constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16;
+constexpr int kChunkBlocks = TL_K_CHUNK / 16, kChunkStages = TL_K_CHUNK / kStageColumns;
+constexpr int kGroupBytes = kStageColumns * 8 * 2;  // eight batch rows of a stage
+constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
+constexpr int kSumStride = kTileOutputs + 4;  // floats between rows of sums: a warp's stores meet every bank once
+
+template <class W, int N>
+struct Stage {
+  static constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
+  static constexpr int kWeightBytes = kTilePanels * kPanelBytes;
+  static constexpr int kBytes = kWeightBytes + N / 8 * kGroupBytes;
+};
+
+inline int n_stages_of(int n_in) { return (pad16(n_in) + kStageColumns - 1) / kStageColumns; }
+inline int n_chunks_of(int n_in) { return (n_in + TL_K_CHUNK - 1) / TL_K_CHUNK; }
+
+#if TL_WGMMA
+
+// A place in the ring.
+struct Ring {
+  shared_t memory, full, empty;  // stages, and the barriers of each
+  int n_slots;
+  int slot = 0, parity = 0;
+  TL_DEVICE_MEMBER void next() {
+    if (++slot == n_slots) slot = 0, parity ^= 1;
+  }
+};
+
+// Local index of the output that value i of a lane is, in the tile.
+TL_DEVICE int output_of(int warp, int i) { return (warp % 4 * 2 + i % 4 / 2) * kPanelRows + warp / 4 * 8 + lane_id() / 4; }
+// The same of its batch row.
+TL_DEVICE int row_of(int i) { return i / 4 * 8 + lane_id() % 4 * 2 + i % 2; }
+
+// The left operands of a stage's blocks in registers, where weights are to be widened.
+template <class W>
+struct LeftBlocks {
+  uint32_t w[kStageBlocks][4];
+  TL_DEVICE_MEMBER void load(shared_t stage, int warp) {
+    if constexpr (W::kInt8) {
+      constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
+      const shared_t at = stage + warp % 4 * 2 * kPanelBytes + lane_id() * W::kLaneBytes;
+#pragma unroll
+      for (int b = 0; b < kStageBlocks; b++) W::load_halves(w[b], at + b * W::kBlockBytes, at + kPanelBytes + b * W::kBlockBytes, warp / 4);
+    }
+  }
+};
+
+template <class W, int N>
+TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, shared_t stage, int warp, int block, bool add) {
+  using S = Stage<W, N>;
+  const uint64_t rows = wgmma_tiles(stage + S::kWeightBytes + block * 256, kGroupBytes);
+  if constexpr (W::kInt8)
+    wgmma<typename W::Op>(sum, left.w[block], rows, add);
+  else
+    wgmma<typename W::Op>(sum, wgmma_tiles(stage + warp / 4 * 128 + block * W::kBlockBytes, S::kPanelBytes, 256), rows, add);
+}
+
+// Sums a whole chunk. While a stage's products run, the next one is waited for and begun; `release(slot)` gives a stage back
+// when the products after it have begun.
+template <class W, int N, class Release>
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release) {
+  using S = Stage<W, N>;
+  LeftBlocks<W> left[2];
+  int held = 0;
+#pragma unroll
+  for (int j = 0; j < kChunkStages; j++) {
+    barrier_wait(ring.full + ring.slot * 8, ring.parity);
+    const shared_t stage = ring.memory + ring.slot * S::kBytes;
+    left[j % 2].load(stage, warp);
+    wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < kStageBlocks; b++) multiply_block<W, N>(sum, left[j % 2], stage, warp, b, j + b > 0);
+    wgmma_commit();
+    if (j > 0) {
+      wgmma_wait<1>();
+      release(held);
+    }
+    held = ring.slot;
+    ring.next();
+  }
+  wgmma_wait<0>();
+  accumulators_ready(sum);
+  release(held);
+}
+
+// The same for a last chunk of n_blocks blocks, one stage at a time.
+template <class W, int N, class Release>
+TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Ring &ring, int warp, int n_blocks, const Release &release) {
+  using S = Stage<W, N>;
+#pragma unroll 1
+  for (int first = 0; first < n_blocks; first += kStageBlocks) {
+    barrier_wait(ring.full + ring.slot * 8, ring.parity);
+    const shared_t stage = ring.memory + ring.slot * S::kBytes;
+    LeftBlocks<W> left;
+    left.load(stage, warp);
+    accumulators_ready(sum);
+    wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < kStageBlocks; b++)
+      if (first + b < n_blocks) multiply_block<W, N>(sum, left, stage, warp, b, first + b > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    accumulators_ready(sum);
+    release(ring.slot);
+    ring.next();
+  }
+}
+
+// `n_rows` rows of a consumer thread's sums from row `first` on to shared memory, rows kSumStride apart.
+template <int N, int n_rows = N>
+TL_DEVICE void leave_sums(float *sums, const float (&sum)[N / 2], int warp, int first = 0) {
+  float *to = sums + output_of(warp, 0) + lane_id() % 4 * 2 * kSumStride;
+#pragma unroll
+  for (int i = 0; i < N / 2; i++)
+    if (i / 4 * 8 >= first && i / 4 * 8 < first + n_rows) to[(i / 4 * 8 - first + i % 2) * kSumStride + i % 4 / 2 * kPanelRows] = sum[i];
+}
+
+#endif
+
+}  // namespace tl
