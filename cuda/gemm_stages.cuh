@@ -16,7 +16,7 @@ namespace tl {
 constexpr int kTilePanels = kTileOutputs / kPanelRows;
 constexpr int kConsumers = 256;
 constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16;
-constexpr int kChunkBlocks = TL_K_CHUNK / 16, kChunkStages = TL_K_CHUNK / kStageColumns;
+constexpr int kChunkStages = TL_K_CHUNK / kStageColumns;
 constexpr int kGroupBytes = kStageColumns * 8 * 2;  // eight batch rows of a stage
 constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
 constexpr int kSumStride = kTileOutputs + 4;  // floats between rows of sums: a warp's stores meet every bank once
