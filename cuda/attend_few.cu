@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) attend_few(const AttendArgs a)
   cluster_wait();  // there is shared memory to send to
 #pragma unroll 1
   for (int begin = 0; begin < kWideQueries;) {
-    const Run run = run_from(query, begin, kWideQueries);
+    const Run run = wide_run_from(query, begin);
     begin = run.end;
     if (run.seq < 0) continue;
     const int first_chunk = run.keys.first / TL_KEY_CHUNK, end_chunk = (run.keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK;
@@ -150,8 +150,9 @@ __global__ void __launch_bounds__(kCtaThreads, 1) attend_few(const AttendArgs a)
       for (int t = 0; t < kTeams; t++) {
         const int chunk = first + rank * kTeams + t, n = n_used[t], slot = t * kSlots + n % kSlots;
         if (chunk < first_chunk || chunk >= end_chunk) continue;
+        const int page = page_for_lane(table, chunk, run.keys);
         if (n >= kSlots) barrier_wait(empty + slot * 8, (n / kSlots - 1) % 2);
-        request_chunk(a, chunks + slot * chunk_bytes, table, chunk, run.keys, kv_head, full + slot * 8);
+        request_chunk(a, chunks + slot * chunk_bytes, page, kv_head, full + slot * 8);
         n_used[t]++;
       }
     };

@@ -73,16 +73,41 @@ TL_DEVICE void keys_of_run(Keys (&keys)[2], const Query *query, const Run &run) 
   }
 }
 
-// A warp requests a chunk's pages, K and V of each in one run of bytes. In place of a page that no query reads comes one that
-// some read: it is finite, and its P is zero.
-TL_DEVICE void request_chunk(const AttendArgs &a, shared_t to, const int32_t *table, int chunk, Keys keys, int kv_head, shared_t full) {
+TL_DEVICE int warp_min(int x) {
+  for (int w = 16; w; w /= 2) x = min(x, __shfl_xor_sync(0xffffffffu, x, w));
+  return x;
+}
+
+// run_from, by a warp.
+TL_DEVICE Run wide_run_from(const Query *query, int begin) {
+  const int seq = query[begin].seq;
+  int end = kWideQueries, first = kWideQueries * (1 << 24), last = 0;
+#pragma unroll
+  for (int i = lane_id(); i < kWideQueries; i += 32)
+    if (i >= begin && query[i].seq != seq) end = min(end, i);
+  end = warp_min(end);
+#pragma unroll
+  for (int i = lane_id(); i < kWideQueries; i += 32) {
+    if (i < begin || i >= end || !query[i].end) continue;
+    first = min(first, query[i].first);
+    last = max(last, query[i].end);
+  }
+  last = -warp_min(-last);
+  return Run{seq, begin, end, {last ? warp_min(first) : 0, last}};
+}
+
+// A lane's page of a chunk, for lanes 0..3. In place of one that no query reads comes one that some read: it is finite, and its P
+// is zero.
+TL_DEVICE int page_for_lane(const int32_t *table, int chunk, Keys keys) {
+  return table[min(max(chunk * kPagesOfChunk + lane_id() % kPagesOfChunk, keys.first / TL_PAGE_POSITIONS), (keys.end - 1) / TL_PAGE_POSITIONS)];
+}
+
+// A warp requests a chunk's pages, K and V of each in one run of bytes.
+TL_DEVICE void request_chunk(const AttendArgs &a, shared_t to, int page, int kv_head, shared_t full) {
   const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes, lane = lane_id();
   if (lane == 0) barrier_arrive_expecting(full, kPagesOfChunk * page_bytes);
   __syncwarp();
-  if (lane < kPagesOfChunk) {
-    const int page = min(max(chunk * kPagesOfChunk + lane, keys.first / TL_PAGE_POSITIONS), (keys.end - 1) / TL_PAGE_POSITIONS);
-    copy_bulk(to + lane * page_bytes, k_of(a.place.kv, table[page], kv_head), page_bytes, full);
-  }
+  if (lane < kPagesOfChunk) copy_bulk(to + lane * page_bytes, k_of(a.place.kv, page, kv_head), page_bytes, full);
   __syncwarp();
 }
 

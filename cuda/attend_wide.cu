@@ -69,15 +69,17 @@ __global__ void __launch_bounds__(kTileThreads, 2) attend_wide(const AttendArgs 
   int n_used = 0;  // chunks so far
 #pragma unroll 1
   for (int begin = 0; begin < kWideQueries;) {
-    const Run run = run_from(query, begin, kWideQueries);
+    const Run run = wide_run_from(query, begin);
     begin = run.end;
     if (run.seq < 0) continue;
     const int32_t *table = table_of(a.place.rows, run.seq);
     const int first_chunk = run.keys.first / TL_KEY_CHUNK, end_chunk = (run.keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK;
-    const auto request = [&](int chunk) {  // by the first warp
+    int page = first_chunk < end_chunk && warp == 0 ? page_for_lane(table, first_chunk, run.keys) : 0;  // of the next chunk to request
+    const auto request = [&](int chunk) {                                                              // by the first warp
       const int n = n_used + chunk - first_chunk, slot = n % kSlots;
       if (n >= kSlots) barrier_wait(empty + slot * 8, (n / kSlots - 1) % 2);
-      request_chunk(a, chunks + slot * chunk_bytes, table, chunk, run.keys, kv_head, full + slot * 8);
+      request_chunk(a, chunks + slot * chunk_bytes, page, kv_head, full + slot * 8);
+      page = page_for_lane(table, chunk + 1, run.keys);  // on its way while this chunk is attended to
     };
     if (warp == 0 && first_chunk < end_chunk) request(first_chunk);
     Keys keys[2];

@@ -154,6 +154,17 @@ def test_some_rows_attend_with_the_bits_of_one(tmp_path, kv_mode, head_dim, wind
         assert same_bits(found[0], found[1]) and (together is None or same_bits(found[0], together[0]))
 
 
+def test_a_tile_of_rows_of_several_sequences_has_the_bits_of_each(tmp_path):
+    """Prompts of a batch run in the same steps: a tile of 64 queries has rows of several, each with keys of its own."""
+    config = small(dim=32, ffn_dim=48, n_heads=2, n_kv_heads=1, head_dim=64, n_core=1, vocab_size=4096)
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    tokens = random_tokens(config, 100)
+    prompts = [tokens[:9], tokens[3:80], tokens[:2], tokens[20:31], tokens[:97]]
+    with tl.Model(tmp_path / "m.tinyloop", 128, device="cuda", kv_mode="bf16") as model:
+        alone = [model.generate(p, 6, temperature=0.0, stop_tokens=()) for p in prompts]
+        assert model.generate_batch(prompts, 6, temperature=0.0, stop_tokens=()) == alone
+
+
 @pytest.mark.parametrize(("name", "dtype", "group_size"), [("ouro", "bf16", None), ("odd", "f32", None), ("huginn", "int8", 64)])
 def test_h_mode_rebuilds_the_bits_of_fp16(name, dtype, group_size):
     tokens = random_tokens(CONFIGS[name], 90)
