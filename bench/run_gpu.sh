@@ -7,7 +7,7 @@
 #   suite     the whole suite with the CUDA backend required
 #   sanitize  compute-sanitizer on the small shapes: memcheck, initcheck, racecheck
 #   bench     bench_cuda.py, PyTorch in the same run, kept as bench/results/cuda-<name of the GPU>.json;
-#             then with a step as one kernel
+#             then with a step as separate kernels
 #
 # On 16 cores that is two calls of ten minutes: `build check exact sanitize`, then `bench suite`.
 # PYTHON names the interpreter; it needs cython, setuptools, numpy, cuda-python, pytest, hypothesis, safetensors, tokenizers and torch; with
@@ -65,8 +65,8 @@ step_sanitize() {
     # cuda-python asks the driver for functions that it may lack; those answers are no faults.
     [ "$tool" = memcheck ] && options+=(--report-api-errors no)
     [ "$tool" = racecheck ] && small+=(--quick)
-    TINYLOOP_CUDA_SERIAL=1 TAIL=12 step "sanitize-$tool" compute-sanitizer "${options[@]}" "$PYTHON" "${small[@]}"
-    TINYLOOP_CUDA_STEP=1 TAIL=12 step "sanitize-$tool-step" compute-sanitizer "${options[@]}" "$PYTHON" "${small[@]}"
+    TINYLOOP_CUDA_STEP=0 TINYLOOP_CUDA_SERIAL=1 TAIL=12 step "sanitize-$tool" compute-sanitizer "${options[@]}" "$PYTHON" "${small[@]}"
+    TAIL=12 step "sanitize-$tool-step" compute-sanitizer "${options[@]}" "$PYTHON" "${small[@]}"
   done
 }
 
@@ -74,7 +74,7 @@ step_bench() {
   local name
   name=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 | tr 'A-Z ' 'a-z-')
   TAIL=30 step bench "$PYTHON" bench/bench_cuda.py --keep "cuda-$name" ${BENCH_OPTIONS:-}
-  TINYLOOP_CUDA_STEP=1 TAIL=30 step bench-step "$PYTHON" bench/bench_cuda.py --no-torch --keep "cuda-$name-step" ${BENCH_OPTIONS:-}
+  TINYLOOP_CUDA_STEP=0 TAIL=30 step bench-kernels "$PYTHON" bench/bench_cuda.py --no-torch --keep "cuda-$name-kernels" ${BENCH_OPTIONS:-}
 }
 
 command -v nvidia-smi > /dev/null || { echo "no nvidia-smi: this script is for a machine with an NVIDIA GPU"; exit 2; }

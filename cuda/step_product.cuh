@@ -269,57 +269,43 @@ struct Items {
   }
 };
 
-// The sums of one item's chunks: one, or two of int8.
+// The sums of one item's chunks: one, or two of int8, side by side where both are whole.
 template <class W>
 TL_DEVICE void sum_item(float (&d)[2][4], const StepProduct &t, const Items &i, shared_t slot, shared_t right, int first_panel) {
+  constexpr int kChunks = W::kInt8 ? 2 : 1;
+  const int block = i.part * kChunks * kChunkBlocks, n_blocks = i.n_blocks - block;
+  const bool groups = W::kInt8 && t.weight.group_size;
+  if (W::kInt8 && !groups && n_blocks >= 2 * kChunkBlocks)
+    return add_two<W, kChunkBlocks, 4>(d, {slot, slot + kChunkBlocks * W::kBlockBytes}, {right + block * 32, right + (block + kChunkBlocks) * 32});
 #pragma unroll
-  for (int c = 0; c < (W::kInt8 ? 2 : 1); c++) {
-    const int block = (i.part * (W::kInt8 ? 2 : 1) + c) * kChunkBlocks, n_blocks = i.n_blocks - block;
-    const shared_t left = slot + c * kChunkBlocks * W::kBlockBytes;
-    if (W::kInt8 && t.weight.group_size)
-      add_scaled_blocks<W>(d[c], left, right + block * 32, min(n_blocks, kChunkBlocks), t.weight, first_panel + i.panel, block);
+  for (int c = 0; c < kChunks; c++) {
+    const shared_t left = slot + c * kChunkBlocks * W::kBlockBytes, row = right + (block + c * kChunkBlocks) * 32;
+    const int n = n_blocks - c * kChunkBlocks;
+    if (groups)
+      add_scaled_blocks<W>(d[c], left, row, min(n, kChunkBlocks), t.weight, first_panel + i.panel, block + c * kChunkBlocks);
     else
-      add_blocks<W, kChunkBlocks, kChunkBlocks / 2>(d[c], left, right + block * 32, n_blocks);
+      add_blocks<W, kChunkBlocks, kChunkBlocks / 2>(d[c], left, row, n);
   }
 }
 
-// This warp's items of the panels begin .. end - 1 of the share: the sums of their chunks, two whole ones at a time.
+// This warp's items of the panels begin .. end - 1 of the share: the sums of their chunks.
 template <class W>
 TL_DEVICE void sum_items(const StepProduct &t, const StepMemory &m, const Ring &ring, const CtaShare &share, int begin, int end, Items &i) {
   constexpr int kChunks = W::kInt8 ? 2 : 1;
   const int lane = lane_id();
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
   float *sums = m.partial + lane / 4;
-  const auto whole = [&](const Items &x) { return (x.part * kChunks + kChunks) * kChunkBlocks <= x.n_blocks; };
-  const auto leave = [&](const Items &x, int c, const float (&d)[4]) {
-    float *to = sums + ((x.panel - begin) * x.n_chunks + x.part * kChunks + c) * kPanelRows;
-    if (lane % 4 == 0 && x.part * kChunks + c < x.n_chunks) to[0] = d[0], to[8] = d[2];
-  };
-  const auto free = [&](const Items &x) {
-    if (lane == 0) ring.free(x.at, kArrivals);
-  };
 #pragma unroll 1
   while (i.panel < end) {
-    const Items one = i;
-    i.next(ring);
     float d[2][4] = {};
-    const bool groups = W::kInt8 && t.weight.group_size;
-    const bool two = !W::kInt8 && i.panel < end && whole(one) && whole(i);  // items at once
-    shared_t slot[2] = {ring.wait(one.at) + lane * W::kLaneBytes, 0};
-    if (two || (W::kInt8 && whole(one) && !groups)) {
-      const int block = one.part * kChunks * kChunkBlocks, second = two ? i.part * kChunkBlocks : block + kChunkBlocks;
-      slot[1] = two ? ring.wait(i.at) + lane * W::kLaneBytes : slot[0] + kChunkBlocks * W::kBlockBytes;
-      add_two<W, kChunkBlocks, 4>(d, slot, {right + block * 32, right + second * 32});
-    } else {
-      sum_item<W>(d, t, one, slot[0], right, share.first_panel);
-    }
+    sum_item<W>(d, t, i, ring.wait(i.at) + lane * W::kLaneBytes, right, share.first_panel);
     __syncwarp();
-    free(one);
-    leave(one, 0, d[0]);
-    if (W::kInt8) leave(one, 1, d[1]);
-    if (!two) continue;
-    free(i);
-    leave(i, 0, d[1]);
+    if (lane == 0) ring.free(i.at, kArrivals);
+    const int chunk = i.part * kChunks;
+    float *to = sums + ((i.panel - begin) * i.n_chunks + chunk) * kPanelRows;
+#pragma unroll
+    for (int c = 0; c < kChunks; c++)
+      if (lane % 4 == 0 && chunk + c < i.n_chunks) to[c * kPanelRows] = d[c][0], to[c * kPanelRows + 8] = d[c][2];
     i.next(ring);
   }
 }
@@ -349,7 +335,7 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
 #pragma unroll 1
   for (int begin = 0; begin < share.n_panels; begin += round_panels) {
     const int end = min(begin + round_panels, share.n_panels);
-    // A warp that waits for two items has read the one eight before them: the ring holds sixteen, so no slot is two uses behind.
+    // A warp that waits for an item has read the one eight before: the ring holds as many, so no slot is two uses behind.
     if (dtype == TL_INT8)
       sum_items<Int8Weights>(t, m, ring, share, begin, end, items);
     else if (dtype == TL_BF16)
