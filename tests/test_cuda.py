@@ -109,6 +109,20 @@ def test_a_step_as_one_kernel_has_the_same_bits(name, dtype, kv_mode, loops, win
     assert n_kernels[1] < n_kernels[0]
 
 
+@pytest.mark.parametrize(("dtype", "group_size"), [("bf16", None), ("int8", None), ("int8", 64)])
+def test_a_step_as_one_kernel_sums_whole_chunks_and_what_is_left(dtype, group_size, tmp_path, monkeypatch):
+    """Rows of 544 and 1,056 values are chunks of 256 columns, one or two an item, and a rest."""
+    config = small(dim=544, ffn_dim=1056, n_heads=34, n_kv_heads=2, head_dim=16, n_core=2, default_loops=2, trained_loops=2)
+    weights = random_model(config, dtype=dtype, group_size=group_size)
+    tl.save_model(tmp_path / "m.tinyloop", config, weights, dtype=dtype, group_size=group_size)
+    prompt, found = random_tokens(config, 70), []
+    for steps in ("0", "1"):
+        monkeypatch.setenv("TINYLOOP_CUDA_STEP", steps)
+        with tl.Model(tmp_path / "m.tinyloop", 96, device="cuda") as model, model.generate_stream(prompt, 4, temperature=0.0, logprobs=3) as stream:
+            found.append([(token, stream.logprobs) for token in stream])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("kv_mode", "head_dim", "n_kv_heads"),
     [
