@@ -7,7 +7,7 @@
 namespace tl {
 
 constexpr int kMaxChannels = 8;
-constexpr int kMaxStepOps = 6;          // of a row program
+constexpr int kMaxStepOps = 8;          // of a row program
 constexpr int kStepQuads = 2;           // of a thread: rows of up to 2,048 floats
 constexpr int kEarlyNorms = 2;          // of a program, whose weights are read ahead
 constexpr int kSpanChunks = 64;         // key chunks whose states a unit of attention hands over at a time; whole groups

@@ -336,6 +336,7 @@ def test_registrations_that_a_close_cut_off_hold_no_memory(model, held):
         while not model.kv_nbytes:
             await asyncio.sleep(0.01)
         closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)  # it has begun: a worker let go before could put the prefixes into the pool, which then holds them
         held.open()
         await closing
         errors = await asyncio.gather(*waiting, return_exceptions=True)
