@@ -6,9 +6,9 @@
 // what its kernel computes (gemv.cu, attend_split.cu).
 //
 // A word may be written again once all who read it are done. They are: a CTA writes in task n only after it has read all of what task
-// n - 1 left, which every CTA with a part in that wrote after it had read what task n - 2 left, and so on. So nobody may wait for words who
-// leaves none that somebody waits for: not CTAs without a part in an attention, nor steps of a row that does nothing, whose k and v no one
-// reads. Results also go to memory, for kernels that follow.
+// n - 1 left, which every CTA with a part in that wrote after it had read what task n - 2 left, and so on. So whoever waits for words leaves
+// some that another CTA waits for: a CTA with nothing to do in an attention waits for none, and a row that does nothing, whose k and v no
+// one would read, has no step. Results also go to memory, for kernels that follow.
 //
 // The tasks lie in scratch memory, written when a step of their kind is first enqueued; core loops that differ by their stage alone are
 // kept once, and rows that differ by where their state lies share them. Where no more kinds fit, kernels run one by one.
