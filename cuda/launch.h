@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "device.cuh"
 #include "tinyloop.h"
@@ -22,7 +23,7 @@ struct tl_context {
   bool steps;             // the kernels of a one-row step run as one (step.cu)
   int major, minor;
   char name[64];
-  std::unordered_map<const void *, int> shared_limits;  // what kernels were allowed so far
+  std::unordered_set<const void *> prepared;            // kernels that may have all shared memory
   std::unordered_map<const void *, int> at_once;        // of kernels that were asked for: clusters that run at once
 };
 
@@ -115,15 +116,15 @@ struct Launcher {
 
  private:
 #if !defined(TL_EMULATOR)
-  // Lets a kernel have its shared memory. All kernels ask for the same split between that and L1: an SM changes it only
-  // when it is empty, so that kernels which differ could not overlap.
+  // Lets a kernel have as much shared memory as there is: the limit is the process's, and another model that needs less must not lower it.
+  // All kernels ask for the same split between that and L1: an SM changes it only when it is empty, so that kernels which differ could not
+  // overlap.
   void prepare(const void *kernel, int shared_nbytes) const {
-    const auto found = context.shared_limits.find(kernel);
-    if (found != context.shared_limits.end() && shared_nbytes <= found->second) return;
     if (shared_nbytes > context.max_shared_nbytes) throw std::length_error("a kernel needs more shared memory than this device has");
-    require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_nbytes), "sizing shared memory");
+    if (context.prepared.count(kernel)) return;
+    require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, context.max_shared_nbytes), "sizing shared memory");
     require(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), "sizing shared memory");
-    context.shared_limits[kernel] = shared_nbytes;
+    context.prepared.insert(kernel);
   }
 #endif
 };

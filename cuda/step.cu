@@ -6,8 +6,9 @@
 // what its kernel computes (gemv.cu, attend_split.cu).
 //
 // A word may be written again once all who read it are done. They are: a CTA writes in task n only after it has read all of what task
-// n - 1 left, which every CTA with a part in that wrote after it had read what task n - 2 left, and so on; and all that attention reads of
-// a task, some CTA waits for. Results also go to memory, for kernels that follow.
+// n - 1 left, which every CTA with a part in that wrote after it had read what task n - 2 left, and so on. So whoever waits for words leaves
+// some that another CTA waits for: a CTA with nothing to do in an attention waits for none, and a row that does nothing, whose k and v no
+// one would read, has no step. Results also go to memory, for kernels that follow.
 //
 // The tasks lie in scratch memory, written when a step of their kind is first enqueued; core loops that differ by their stage alone are
 // kept once, and rows that differ by where their state lies share them. Where no more kinds fit, kernels run one by one.
@@ -81,13 +82,14 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   const Ring ring(shared_of(shared), a.n_slots);
   unsigned long long *step = (unsigned long long *)(shared + a.tasks_at + kTaskRingBytes);
   wait_for_previous_kernel();
+  const int pos = a.rows.pos ? a.rows.pos[0] : -1;
+  if (a.rows.pos && pos < 0) return;  // the row does nothing; no one would wait for its k and v either
   if (threadIdx.x == 0) {
     ring.init();
     held.init();
     barrier_init_done();
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
   }
-  const int pos = a.rows.pos ? a.rows.pos[0] : -1;
   const int32_t *tables = pos < 0 ? nullptr : a.rows.page_table[a.rows.seq[0]];
   for (int i = threadIdx.x * 16; i < a.angle_at - a.attention_at; i += kStepThreads * 16)
     *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
@@ -232,12 +234,13 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
   AttentionShape s;
   s.n_kv_heads = plan.desc.n_kv_heads;
   s.group = plan.desc.n_heads / plan.desc.n_kv_heads;
+  s.head_dim = plan.desc.head_dim;
   s.head_pad = plan.head_pad;
   s.k_nbytes = k_page_nbytes(plan.desc.kv_dtype, plan.head_pad);
   s.n_units = s.n_kv_heads * ((s.group + kTileQueries - 1) / kTileQueries);
   s.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / s.n_units));
   s.n_strides = n_ctas / s.n_ranks;
-  s.n_quads = merged_quads(std::min(s.group, kTileQueries), s.head_pad, s.n_ranks);
+  s.n_quads = merged_quads(std::min(s.group, kTileQueries), s.head_dim, s.n_ranks);
   return s;
 }
 

@@ -161,6 +161,12 @@ TL_DEVICE void attend_chunk(const StepAttention &t, const Unit &u, const Attenti
   if (lane < c.read.n) ring.free(c.freed, 1);
 }
 
+// The last chunk of one of a unit's CTAs.
+TL_DEVICE int last_chunk(const KeyChunks &chunks, int rank, int n_ranks) {
+  const int first = chunks.first + rank;
+  return first + (chunks.end - 1 - first) / n_ranks * n_ranks;
+}
+
 // The CTA's part of an attention. `settle` is called after the first barrier.
 template <class Kv, class Settle>
 TL_DEVICE void run_attention(const StepAttention &t, const AttentionPlan &plan, const Handover &hand, const Ring &ring, RingPlace &base, int pos,
@@ -169,12 +175,13 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionPlan &plan, 
   const AttentionShape &shape = plan.shape;
   const AttentionMemory &m = plan.memory;
   int index = plan.cta.unit;
-  if (index >= shape.n_units) {
+  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
+  const KeyChunks chunks = chunks_of(keys);
+  // Nothing to do: and so nobody would wait until it has read its queries, whose words are written again.
+  if (index >= shape.n_units || (plan.share.n_mine <= 0 && chunks.first + plan.cta.rank >= chunks.end)) {
     meet();
     return settle();
   }
-  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
-  const KeyChunks chunks = chunks_of(keys);
   const int team = warp_id() / kWarpsOfTeam, own = pos / TL_KEY_CHUNK, n_ranks = shape.n_ranks;
   Pairs angle;
 #pragma unroll
@@ -218,7 +225,10 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionPlan &plan, 
         if (chunk < chunks.end) find_pages(c, m, ring, base, shape.k_nbytes, keys, chunk);
       }
       if (begin != chunks.first) meet();  // what the last span left to merge is read
-      merge_span(shape, u, m, hand, share, begin, end);
+      if (share.n_mine > 0)
+        merge_span(shape, u, m, hand, share, begin, end);
+      else if (last_chunk(chunks, u.rank, n_ranks) >= end)
+        follow_span(u, hand, begin, end);
       begin = end;
     }
     hand_attention(t, shape, u, m, hand, share);

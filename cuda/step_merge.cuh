@@ -26,7 +26,7 @@ struct AttentionMemory {
 };
 
 // Quads of a unit that each of its CTAs merges.
-TL_BOTH int merged_quads(int n_queries, int head_pad, int n_ranks) { return (n_queries * head_pad / 4 + n_ranks - 1) / n_ranks; }
+TL_BOTH int merged_quads(int n_queries, int head_dim, int n_ranks) { return (n_queries * head_dim / 4 + n_ranks - 1) / n_ranks; }
 
 TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, const AttentionShape &shape, int team) {
   const int head_pad = shape.head_pad;
@@ -89,13 +89,13 @@ struct MergeShare {
   int query, dim;              // of the thread's quad of the first kMergeQuads
 };
 TL_DEVICE MergeShare merge_share(const AttentionShape &shape, const Unit &u) {
-  const int per_query = shape.head_pad / 4, n_quads = merged_quads(u.n_queries, shape.head_pad, shape.n_ranks);
+  const int per_query = shape.head_dim / 4, n_quads = merged_quads(u.n_queries, shape.head_dim, shape.n_ranks);
   const int first = u.rank * n_quads, quad = first + threadIdx.x % kMergeQuads, query = quad / per_query;
   return {n_quads, min(n_quads, u.n_queries * per_query - first), first, query, (quad - query * per_query) * 4};
 }
 // The same of a later quad, `base` on.
 TL_DEVICE void find_quad(const AttentionShape &shape, const MergeShare &share, int base, int quad_of_base, int &query, int &dim) {
-  const int per_query = shape.head_pad / 4, quad = share.first + base + quad_of_base;
+  const int per_query = shape.head_dim / 4, quad = share.first + base + quad_of_base;
   query = quad < per_query ? 0 : quad / per_query;
   dim = (quad - query * per_query) * 4;
 }
@@ -197,6 +197,17 @@ TL_DEVICE void merge_span(const AttentionShape &shape, const Unit &u, const Atte
   }
 }
 
+// What a CTA that merges nothing does instead where it has a chunk behind the span: words are used again two spans on, which those who merge
+// must not be behind.
+TL_DEVICE void follow_span(const Unit &u, const Handover &hand, int begin, int end) {
+#pragma unroll 1
+  for (int chunk = begin + threadIdx.x; chunk < end; chunk += kThreads) {
+    uint64_t word[1];
+    await_words(word, 1, state_flag(hand, chunk), [&](int) { return u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes; });
+  }
+  meet();
+}
+
 // O / l of this CTA's quads, to the operand of the next product, padding included. By the warp that merged them.
 TL_DEVICE void hand_attention(const StepAttention &t, const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand,
                               const MergeShare &share) {
@@ -219,7 +230,7 @@ TL_DEVICE void hand_attention(const StepAttention &t, const AttentionShape &shap
     int query, d;
     find_quad(shape, share, base, threadIdx.x / 4, query, d);
     const int head = u.first_head + query;
-    if (d < head_dim) hand_on(head * head_dim + d, pair, high);
+    hand_on(head * head_dim + d, pair, high);
     if (head == a.place.n_heads - 1 && d == 0)
 #pragma unroll 1
       for (int column = a.place.n_heads * head_dim; column < a.out.n_in; column += 4) hand_on(column, 0, 0);

@@ -103,7 +103,7 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
 #pragma unroll
       for (int j = 0; j < kStepQuads; j++)
         if (quad_index(j) < n) store_quad<true>(const_cast<float *>(op.p), quad_index(j), n, v[j]);
-      if (op.channel.index >= 0) hand_quads(hand, op.channel, v, n);
+      if (op.channel.index >= 0) hand_quads(hand, op.channel, v, pad16(n));  // a product adds its padding, too
     }
   }
   wait_copies<0>();

@@ -52,7 +52,7 @@ struct StepProduct {
 
 // What all attentions of a step share.
 struct AttentionShape {
-  int32_t n_kv_heads, group, head_pad, k_nbytes;  // group: queries of a KV head
+  int32_t n_kv_heads, group, head_dim, head_pad, k_nbytes;  // group: queries of a KV head
   int32_t n_units, n_ranks;  // KV heads with up to kTileQueries queries; CTAs of each
   int32_t n_strides;         // units that are worked on at once
   int32_t n_quads;           // quads of dims that a CTA merges of a unit

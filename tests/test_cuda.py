@@ -207,6 +207,33 @@ def test_rows_share_the_tasks_of_a_step_as_one_kernel(emulated, tmp_path, monkey
         assert len(set(n_kernels[1:])) == 1  # the first one takes the lane that was there
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_core": 3},  # a CTA has no chunk, and merges nothing
+        {"head_dim": 4, "n_core": 3},  # heads are mostly padding
+        {"dim": 36, "loop_norm": "every", "default_loops": 3},  # a row that is stored has padding that is added to
+        {"dim": 100, "n_heads": 20, "n_kv_heads": 5, "inject": "add", "default_loops": 4},  # more units than CTAs
+        {"n_heads": 20, "n_core": 3, "block_norm": "sum_sandwich"},
+    ],
+    ids=["idle", "padded heads", "padded rows", "units", "queries"],
+)
+def test_a_step_as_one_kernel_waits_for_nobody_who_went_on(changes, emulated, tmp_path, monkeypatch):
+    """Words that CTAs hand to each other are written again: not before all who wait for them have read them, however slow one CTA is."""
+    config = small(**{"dim": 16, "ffn_dim": 16, "n_heads": 1, "n_kv_heads": 1, "head_dim": 16, **changes})
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    prompt, found, n_kernels = random_tokens(config, 70), [], []
+    monkeypatch.setenv("TINYLOOP_EMULATOR_UNFAIR", "1")
+    for steps in ("0", "1"):
+        monkeypatch.setenv("TINYLOOP_CUDA_STEP", steps)
+        with tl.Model(tmp_path / "m.tinyloop", 96, device="cuda") as model:
+            before = emulated.kernels.emulator_n_kernels()
+            found.append([model.generate(prompt[:n], n_more, temperature=0.0, stop_tokens=()) for n, n_more in ((3, 9), (70, 11))])
+            found[-1].append(model.generate(prompt[:3], 9, temperature=0.0, stop_tokens=(found[-1][0][5],)))  # steps ahead do nothing
+            n_kernels.append(emulated.kernels.emulator_n_kernels() - before)
+    assert found[0] == found[1] and n_kernels[1] < n_kernels[0]
+
+
 def test_generations_that_take_turns_keep_their_own_rows():
     with open_model("cuda", "shipped", "bf16") as model:
         prompts = [random_tokens(CONFIGS["shipped"], n, seed=n) for n in (5, 31, 64)]

@@ -26,6 +26,8 @@ TESTS = (
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[qwen2-bf16-None-bf16]",
     "test_cuda.py::test_prompts_give_the_same_bits_however_they_run[ouro-f16-None-fp16]",
     "test_cuda.py::test_a_step_as_one_kernel_has_the_same_bits[ouro-f16-fp16-4-0]",
+    "test_cuda.py::test_a_step_as_one_kernel_waits_for_nobody_who_went_on[idle]",
+    "test_cuda.py::test_a_step_as_one_kernel_waits_for_nobody_who_went_on[padded rows]",
     "test_cuda_batch.py::test_a_warm_batch_allocates_nothing_and_launches_one_graph_a_step",
     "test_cuda_batch.py::test_one_that_comes_to_others_begins_with_them_when_what_was_ahead_is_taken",
     "test_cuda_batch.py::test_one_that_lacks_a_page_fails_alone[2]",

@@ -188,6 +188,7 @@ cdef class Plan:
         context.library.check(context.library.f.plan_scratch_nbytes(self.handle, &nbytes), "sizing scratch memory")
         scratch = context.alloc(nbytes, "scratch")
         context.library.check(context.library.f.plan_bind(self.handle, <void *>(<Buffer>scratch).pointer), "binding scratch memory")
+        context.wait()  # until it is cleared: what the library writes there does not wait for the stream
         self.weights = weights
         self._keep = (cos, sin, scratch)
 

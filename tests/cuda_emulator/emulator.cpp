@@ -5,10 +5,12 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 
 #include "host.h"
 
@@ -146,19 +148,41 @@ void meet(Meeting &m, int n) {
   m.generation++;
 }
 
-void run_fibers() {
+// Runs those of `order` that can; with `greedy` no further than the first warp of which any can.
+bool run_some(const std::vector<Fiber *> &order, bool greedy, size_t &left) {
+  bool any = false;
+  const Fiber *first = nullptr;
+  for (Fiber *p : order) {
+    Fiber &f = *p;
+    if (f.done || (f.waits_for && *f.waits_for == f.seen)) continue;
+    if (greedy && first && (f.cta != first->cta || f.warp != first->warp)) break;
+    any = true;
+    first = &f;
+    f.waits_for = nullptr;
+    current = &f;
+    switch_to(&scheduler_pointer, f.stack_pointer);
+    left -= f.done;
+  }
+  return any;
+}
+
+// Threads take turns; where TINYLOOP_EMULATOR_UNFAIR is set and CTAs run together, some CTAs and warps run only when none before them can.
+void run_fibers(bool together) {
+  static std::minstd_rand random;
+  const bool greedy = together && getenv("TINYLOOP_EMULATOR_UNFAIR");
+  std::vector<Fiber *> order;
+  for (Fiber &f : fibers) order.push_back(&f);
+  if (greedy) {
+    std::map<int, unsigned> ctas_order, warps_order;
+    for (const Fiber &f : fibers)
+      for (auto [m, key] : {std::make_pair(&ctas_order, f.cta), std::make_pair(&warps_order, f.cta * 32 + f.warp)})
+        if (!m->count(key)) m->emplace(key, (unsigned)random());
+    const auto rank = [&](const Fiber *f) { return std::make_pair(ctas_order[f->cta], warps_order[f->cta * 32 + f->warp]); };
+    std::stable_sort(order.begin(), order.end(), [&](const Fiber *a, const Fiber *b) { return rank(a) < rank(b); });
+  }
   size_t left = fibers.size();
-  while (left) {
-    bool any = false;
-    for (Fiber &f : fibers) {
-      if (f.done || (f.waits_for && *f.waits_for == f.seen)) continue;
-      any = true;
-      f.waits_for = nullptr;
-      current = &f;
-      switch_to(&scheduler_pointer, f.stack_pointer);
-      left -= f.done;
-    }
-    if (!any) {
+  while (left)
+    if (!run_some(order, greedy, left)) {
       for (Fiber &f : fibers)
         if (!f.done) {
           current = &f;
@@ -166,7 +190,6 @@ void run_fibers() {
         }
       die("every thread waits for another: a barrier that not all reach");
     }
-  }
   current = nullptr;
 }
 
@@ -215,7 +238,7 @@ void run(dim3 grid, int n_threads, int shared_nbytes, int cluster, bool together
         f.lane = thread % 32;
         f.stack_pointer = first_pointer(stacks[i]);
       }
-      run_fibers();
+      run_fibers(together);
     }
 }
 
