@@ -138,9 +138,9 @@ TL_DEVICE void insert_row(const AttendArgs &a, const Split &s, int own, int slot
     store_codes<Kv>(page, head_pad, slot, row, values);
 }
 
-// One tile's queries of one KV head; `wait` returns when what earlier work wrote may be read. `shared` is what lay_out asks for.
-template <class Kv, class Wait>
-TL_DEVICE void attend_unit(const AttendArgs &a, uint8_t *shared, int unit, const Wait &wait) {
+// One tile's queries of one KV head. `shared` is what lay_out asks for.
+template <class Kv>
+TL_DEVICE void attend_unit(const AttendArgs &a, uint8_t *shared, int unit) {
   const int n_ctas = cluster_size(), rank = cluster_rank(), team = warp_id() / kTeamWarps, head_pad = a.place.kv.head_pad, lane = lane_id();
   const int kv_head = unit % a.place.n_kv_heads, tile = unit / a.place.n_kv_heads;
   const int n_queries = tile_queries(a), slice = slice_of(n_queries, head_pad, n_ctas), round_chunks = kTeams * n_ctas;
@@ -157,7 +157,7 @@ TL_DEVICE void attend_unit(const AttendArgs &a, uint8_t *shared, int unit, const
   if (a.place_here) load_angles(angle, a.place, max(pos, 0));
   __syncthreads();
   if (!a.place_here) {
-    wait();
+    wait_for_previous_kernel();
     if constexpr (Kv::kQuantised)
       fetch_query_codes<Kv>(a, s, n_queries);
     else
@@ -181,7 +181,7 @@ TL_DEVICE void attend_unit(const AttendArgs &a, uint8_t *shared, int unit, const
     if (a.place_here) {
       const bool owns = pos >= 0 && own_chunk % round_chunks / kTeams == rank;
       const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
-      wait();
+      wait_for_previous_kernel();
       place_row<Kv>(a, s, tile, kv_head, n_queries, angle, page, pos % TL_PAGE_POSITIONS, owns);
     }
     empty_states(s, slice);
@@ -239,7 +239,7 @@ TL_DEVICE void attend_unit(const AttendArgs &a, uint8_t *shared, int unit, const
 template <class Kv>
 __global__ void __launch_bounds__(kThreads, 2) attend_split(const AttendArgs a) {
   let_next_kernel_start();
-  attend_unit<Kv>(a, shared_memory<uint8_t>(), blockIdx.x / cluster_size(), [] { wait_for_previous_kernel(); });
+  attend_unit<Kv>(a, shared_memory<uint8_t>(), blockIdx.x / cluster_size());
 }
 
 // Launches with as many queries a tile as the device's shared memory holds.

@@ -92,17 +92,9 @@ TL_DEVICE void fetch_rows(const Gemv &v, uint8_t *shared, int first_output, int 
   }
 }
 
-// The panels of one CTA.
-struct CtaShare {
-  int first_panel, n_panels;
-};
-TL_DEVICE CtaShare share_of(int cta, int units_each, int units_more, int unit_panels) {
-  return {(cta * units_each + min(cta, units_more)) * unit_panels, (units_each + (cta < units_more)) * unit_panels};
-}
-
-// All of a CTA's share; `wait` returns when what earlier work wrote may be read. `shared` is v.nbytes of memory.
-template <class W, bool kProgram, class Stream, class Wait>
-TL_DEVICE void run_gemv(const Gemv &v, uint8_t *shared, const CtaShare &share, bool stores_x, Stream &stream, const Wait &wait) {
+// All of a CTA's share. `shared` is v.nbytes of memory.
+template <class W, bool kProgram>
+TL_DEVICE void run_gemv(const Gemv &v, uint8_t *shared, const CtaShare &share, bool stores_x, ChunkStream<W> &stream) {
   constexpr int kSlotBlocks = kSlotBytes / W::kBlockBytes, kParts = ChunkStream<W>::kParts;
   const GemvArgs &g = v.args;
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), lane = lane_id();
@@ -112,7 +104,7 @@ TL_DEVICE void run_gemv(const Gemv &v, uint8_t *shared, const CtaShare &share, b
   if (g.bias) copy_floats((float *)(shared + v.bias), g.bias + first_output, n_outputs);
   EarlyNorm<kGemvQuads, true> early;
   if (kProgram) early.load(g.program);
-  wait();
+  wait_for_previous_kernel();
   if (kProgram)
     run_program<W>(v, shared, stores_x, early);
   else
@@ -167,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv(const Gemv v) {
   const uint8_t *weights = v.args.weight.data + (int64_t)share.first_panel * v.panel_bytes;
   ChunkStream<W> stream(weights, v.n_chunks, v.panel_bytes, share.n_panels, __shfl_sync(0xffffffffu, warp_id(), 0), shared_of(ring));
   let_next_kernel_start();
-  run_gemv<W, kProgram>(v, shared, share, blockIdx.x == 0, stream, [] { wait_for_previous_kernel(); });
+  run_gemv<W, kProgram>(v, shared, share, blockIdx.x == 0, stream);
 #if !TL_HOPPER
   wait_copies<0>();
 #endif

@@ -19,6 +19,14 @@ struct GemvArgs {
   Epilogue epilogue;
 };
 
+// The panels of one CTA: of units in order, those of the first units_more CTAs one more each.
+struct CtaShare {
+  int first_panel, n_panels;
+};
+TL_DEVICE CtaShare share_of(int cta, int units_each, int units_more, int unit_panels) {
+  return {(cta * units_each + min(cta, units_more)) * unit_panels, (units_each + (cta < units_more)) * unit_panels};
+}
+
 // Bytes of shared memory that a product needs.
 int gemv_shared_nbytes(const tl_context &context, const GemvArgs &args);
 void launch_gemv(const Launcher &launcher, const GemvArgs &args);

@@ -15,7 +15,7 @@ struct Scratch {
   uint64_t x[2], e, y, qkv, q;
   uint64_t operand, attn, hidden;  // right operands: of products from x, of OUT, of DOWN
   uint64_t logits, sample_work, n_clamped;
-  uint64_t step;  // a barrier and tasks (step.cu)
+  uint64_t step;  // tasks, and words that they hand over (step.cu)
   uint64_t nbytes;
 };
 

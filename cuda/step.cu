@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kStepThreads = kThreads + 128;  // and four warps, of which one streams; they give their registers to the others
 constexpr int kMinSlots = kTeamsOfCta * kPagesOfChunk, kMaxTasks = 1024;
-constexpr int kMinTasks = 8;                 // fewer do not pay
+constexpr int kMinTasks = 8;  // fewer do not pay
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
 static_assert(kMinSlots >= kWarps, "see Ring");
 
@@ -41,7 +41,7 @@ struct StepArgs {
   AttentionShape shape;
   int32_t n_angles, angle_at;  // cosines and sines of the row's position, where attention has them in shared memory
   const float *cos, *sin;
-  int32_t tasks_at, operand_at, partial_at, norm_at, attention_at, attention_nbytes;  // in shared memory, behind the ring
+  int32_t tasks_at, operand_at, partial_at, norm_at, attention_at;  // in shared memory, behind the ring
   uint8_t *channels, *states;
   int32_t channel_nbytes;
   unsigned long long *counter;  // of CTAs that have begun a step
@@ -66,7 +66,7 @@ TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing 
     const StepTask &t = held.wait(n);
     if (!t.attends)
       request_weights(requests, t.product);
-    else if (pos >= 0)
+    else
       request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
@@ -82,18 +82,19 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   const Ring ring(shared_of(shared), a.n_slots);
   unsigned long long *step = (unsigned long long *)(shared + a.tasks_at + kTaskRingBytes);
   wait_for_previous_kernel();
-  const int pos = a.rows.pos ? a.rows.pos[0] : -1;
-  if (a.rows.pos && pos < 0) return;  // the row does nothing; no one would wait for its k and v either
+  const bool attends = a.rows.pos;
+  const int pos = attends ? a.rows.pos[0] : 0;
+  if (pos < 0) return;  // the row does nothing; no one would wait for its k and v either
   if (threadIdx.x == 0) {
     ring.init();
     held.init();
     barrier_init_done();
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
   }
-  const int32_t *tables = pos < 0 ? nullptr : a.rows.page_table[a.rows.seq[0]];
+  const int32_t *tables = attends ? a.rows.page_table[a.rows.seq[0]] : nullptr;
   for (int i = threadIdx.x * 16; i < a.angle_at - a.attention_at; i += kStepThreads * 16)
     *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
-  if (pos >= 0 && (int)threadIdx.x < a.n_angles) {
+  if (attends && (int)threadIdx.x < a.n_angles) {
     const int64_t at = (int64_t)pos * a.n_angles + threadIdx.x;
     ((float2 *)(shared + a.angle_at))[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
   }
@@ -178,7 +179,6 @@ void put_program(StepProduct &p, const RowProgram &program, int n, Channels &cha
   p.eps = program.eps;
   p.n_ops = program.n_ops;
   p.tail = program.tail;
-  p.tail_stride = program.tail_stride;
   for (int o = 0; o < program.n_ops; o++) {
     const RowOp &op = program.op[o];
     p.op[o] = {op.p, op.kind, kMemory};
@@ -287,10 +287,14 @@ Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &l
   return p;
 }
 
-// Whether the parts are what this kernel does.
-bool suits(const tl_plan &plan, const std::vector<StepPart> &parts) {
-  if (plan.desc.kv_dtype != TL_BF16 && plan.desc.kv_dtype != TL_F16) return false;
-  if (plan.desc.head_dim % 4 || plan.head_pad > kStepHeadPad || plan.desc.dim > 4 * kThreads * kStepQuads) return false;
+// Whether a plan's steps, and a step's parts, are what this kernel does.
+bool suits(const tl_plan &plan) {
+  const tl_plan_desc &d = plan.desc;
+  return plan.context.steps && (d.kv_dtype == TL_BF16 || d.kv_dtype == TL_F16) && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad &&
+         d.dim <= 4 * kThreads * kStepQuads;
+}
+bool suits(const std::vector<StepPart> &parts) {
+  if ((int)parts.size() < kMinTasks) return false;
   for (const StepPart &part : parts)
     if (!part.attends && part.gemv.program.n_ops && (part.gemv.program.op[0].kind != kRowLoad || part.gemv.program.n_ops > kMaxStepOps)) return false;
   return true;
@@ -321,13 +325,13 @@ uint64_t channel_nbytes(const tl_plan &plan) {
 }  // namespace
 
 uint64_t step_nbytes(const tl_plan &plan) {
-  if (!plan.context.steps) return 0;
+  if (!suits(plan)) return 0;
   return kCounterBytes + kProgramsBytes + kMaxChannels * channel_nbytes(plan) + states_nbytes(plan.desc.n_heads, plan.head_pad);
 }
 
 bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<StepPart> &parts, const std::vector<int> &loops) {
   const tl_context &context = launcher.context;
-  if (!context.steps || (int)parts.size() < kMinTasks || !suits(plan, parts)) return false;
+  if (!suits(plan) || !suits(parts)) return false;
   const int n_ctas = context.n_multiprocessors;
   const Program program = program_of(parts, loops, n_ctas);
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
@@ -335,8 +339,8 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   StepArgs a = {};
   a.shape = shape_of(plan, n_ctas);
   AttentionMemory layout;
-  a.attention_nbytes = lay_out(layout, nullptr, a.shape, 0);
-  a.angle_at = a.attention_nbytes - round_up(plan.head_pad * 4, 16);
+  const int attention = lay_out(layout, nullptr, a.shape, 0);
+  a.angle_at = attention - round_up(plan.head_pad * 4, 16);
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
       operand = std::max(operand, t.product.n_blocks * 32);
@@ -349,7 +353,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.operand_at = take(operand);
   a.partial_at = take(partial);
   a.norm_at = take(norm);
-  a.attention_at = take(a.attention_nbytes);
+  a.attention_at = take(attention);
   a.n_slots = (context.max_shared_nbytes - at - 128) / (kSlotBytes + 16);
   if (a.n_slots < kMinSlots) return false;
   const int ring = round_up(a.n_slots * (kSlotBytes + 16), 128);

@@ -175,7 +175,7 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionPlan &plan, 
   const AttentionShape &shape = plan.shape;
   const AttentionMemory &m = plan.memory;
   int index = plan.cta.unit;
-  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
+  const Keys keys = keys_of(pos, a.window);
   const KeyChunks chunks = chunks_of(keys);
   // Nothing to do: and so nobody would wait until it has read its queries, whose words are written again.
   if (index >= shape.n_units || (plan.share.n_mine <= 0 && chunks.first + plan.cta.rank >= chunks.end)) {
@@ -191,7 +191,7 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionPlan &plan, 
     angle.a[j] = at.x, angle.b[j] = at.y;
   }
   const int later = own - chunks.first - plan.cta.rank;
-  const bool owns = pos >= 0 && later >= 0 && later % n_ranks == 0;
+  const bool owns = later >= 0 && later % n_ranks == 0;
   const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
   bool settled = false;
 #pragma unroll 1

@@ -39,7 +39,7 @@ struct StepProduct {
   int32_t round_panels;            // panels whose sums are held at a time
   int32_t dim, n_ops, early;       // of the program: values, operations, and the one among them whose row is there early, or 0
   float eps;
-  int32_t n_early_norms, tail_stride;
+  int32_t n_early_norms;
   const float *early_norm[kEarlyNorms];
   const float *tail;               // appended to the operand: (dim,), or NULL
   StepOp op[kMaxStepOps];
@@ -88,13 +88,8 @@ struct CtaPlace {
   int unit, rank;
 };
 
-// The panels of one CTA.
-struct CtaShare {
-  int first_panel, n_panels;
-};
 TL_DEVICE CtaShare share_of(const StepProduct &p, int cta) {
-  if (cta >= p.n_ctas) return {0, 0};
-  return {(cta * p.units_each + min(cta, p.units_more)) * p.unit_panels, (p.units_each + (cta < p.units_more)) * p.unit_panels};
+  return cta < p.n_ctas ? share_of(cta, p.units_each, p.units_more, p.unit_panels) : CtaShare{0, 0};
 }
 
 // The key chunks of a unit, and the pages of one of them that are read: `first` and those after it.

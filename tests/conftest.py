@@ -47,6 +47,14 @@ def smollm2_gguf() -> Path:
     return gguf
 
 
+@pytest.fixture
+def emulated():
+    """The emulator's CUDA device, which counts calls and fails where it is told to."""
+    import emulated_cuda
+
+    return emulated_cuda.installed() or pytest.skip("a GPU neither counts its calls nor fails when it is asked to")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes `backend` runs on every device of the run; where its module says CPU_ONLY, on the CPU."""
     if "backend" in metafunc.fixturenames:

@@ -34,12 +34,6 @@ def model():
         yield model
 
 
-@pytest.fixture
-def emulated():
-    """The emulator's device."""
-    return emulated_cuda.installed() or pytest.skip("a GPU does not count its calls")
-
-
 def started(model, asked, n_new, **how):
     """Generations whose prompts have run: each has drawn one token."""
     generations = [model._start(p, n_new, 1, run_prompt=False, **DRAWN | how) for p in asked]

@@ -17,12 +17,6 @@ GREEDY = {"temperature": 0.0, "stop_tokens": ()}
 PROMPT = random_tokens(CONFIGS["huginn"], 20)
 
 
-@pytest.fixture
-def emulated():
-    """The emulator's device."""
-    return emulated_cuda.installed() or pytest.skip("a GPU's memory does not fail when it is asked to")
-
-
 class AllocationFault:
     """Fails the n-th allocation of device or pinned memory; counts them."""
 
