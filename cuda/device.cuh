@@ -282,10 +282,11 @@ TL_DEVICE Flagged load_flagged(const void *from) {
   asm volatile("{\n.reg .b128 w;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {%0, %1}, w;\n}" : "=l"(w.data), "=l"(w.flag) : "l"(from) : "memory");
   return w;
 }
-// The first `count` of n words, word i from at(i), once all have the flag.
+// The first `count` of n words, word i from at(i), once all have the flag; the rest are 0. (What is set on some paths only would be live, in a
+// register, ever since the kernel began.)
 template <int n, class At>
 TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
-  Flagged w[n];
+  Flagged w[n] = {};
 #pragma unroll
   for (int i = 0; i < n; i++)
     if (i < count) w[i] = load_flagged(at(i));
@@ -299,11 +300,17 @@ TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const 
       }
   }
 #pragma unroll
-  for (int i = 0; i < n; i++)
-    if (i < count) data[i] = w[i].data;
+  for (int i = 0; i < n; i++) data[i] = w[i].data;
 }
 // What this thread wrote to shared memory comes before bulk copies to it that are asked for later.
 TL_DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// threadIdx.x, of which the compiler does not know that it is always the same: what it works out from it in a loop stays there.
+TL_DEVICE int thread_now() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
 
 // A barrier of some of a CTA's warps: id 1..15, n_threads a multiple of 32.
 TL_DEVICE void sync_threads(int id, int n_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory"); }

@@ -51,6 +51,9 @@ TL_DEVICE PairIndex pair_index(const PlaceArgs &p, int i) {
   return {i, i + p.rotary_dim / 2};
 }
 
+// A pair of values, turned.
+TL_DEVICE float2 turn_pair(float a, float b, float cos, float sin) { return make_float2(fmaf(a, cos, -(b * sin)), fmaf(b, cos, a * sin)); }
+
 // Cosines and sines of this lane's pairs at a position; (1, 0) behind those that turn.
 TL_DEVICE void load_angles(Pairs &angle, const PlaceArgs &p, int pos) {
   const int half = p.rotary_dim / 2;
@@ -101,8 +104,9 @@ TL_DEVICE void finish_head(const PlaceArgs &p, const float *from, int head, cons
     if (i >= n_pairs) break;
     const PairIndex at = pair_index(p, i);
     const bool turns = head < n_qk && i < p.rotary_dim / 2;
-    v[at.a] = turns ? fmaf(x.a[j], angle.a[j], -(x.b[j] * angle.b[j])) : x.a[j];
-    v[at.b] = turns ? fmaf(x.b[j], angle.a[j], x.a[j] * angle.b[j]) : x.b[j];
+    const float2 turned = turn_pair(x.a[j], x.b[j], angle.a[j], angle.b[j]);
+    v[at.a] = turns ? turned.x : x.a[j];
+    v[at.b] = turns ? turned.y : x.b[j];
   }
   __syncwarp();
 }

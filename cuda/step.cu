@@ -39,11 +39,10 @@ struct StepArgs {
   Rows rows;  // whose step it is: not in the tasks, which rows share
   int32_t n_slots;
   AttentionShape shape;
-  int32_t n_angles, angle_at;  // cosines and sines of the row's position, where attention has them in shared memory
+  int32_t n_angles;  // cosines and sines of the row's position, where attention has them in shared memory
   const float *cos, *sin;
-  int32_t tasks_at, operand_at, partial_at, norm_at, attention_at;  // in shared memory, behind the ring
-  uint8_t *channels, *states;
-  int32_t channel_nbytes;
+  int32_t tasks_at, operand_at, partial_at, attention_at;  // in shared memory, behind the ring
+  uint8_t *states;
   unsigned long long *counter;  // of CTAs that have begun a step
 };
 
@@ -92,14 +91,16 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
   }
   const int32_t *tables = attends ? a.rows.page_table[a.rows.seq[0]] : nullptr;
-  for (int i = threadIdx.x * 16; i < a.angle_at - a.attention_at; i += kStepThreads * 16)
+  for (int i = threadIdx.x * 16; i < AttentionMemory::kAngle; i += kStepThreads * 16)
     *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
   if (attends && (int)threadIdx.x < a.n_angles) {
     const int64_t at = (int64_t)pos * a.n_angles + threadIdx.x;
-    ((float2 *)(shared + a.angle_at))[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
+    AttentionMemory{shared + a.attention_at, 0}.angle()[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
   }
-  __syncthreads();
   const CtaPlace cta = {(int)blockIdx.x / a.shape.n_ranks, (int)blockIdx.x % a.shape.n_ranks};
+  __syncthreads();
+  if (threadIdx.x == 0) *(AttentionPlan *)AttentionMemory{shared + a.attention_at, 0}.plan() = plan_attention(a.shape, cta.unit, cta.rank, a.states);
+  __syncthreads();
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
     if (threadIdx.x == kThreads) stream_step(a, {ring, pass_policy(), {}}, held, cta, pos, tables);
@@ -107,10 +108,8 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   }
 
   take_registers<232>();  // what is spilled goes to L2, behind all that is streamed
-  const StepMemory memory{shared + a.operand_at, (float *)(shared + a.partial_at), (float *)(shared + a.norm_at), (float *)(step + 2),
-                          shared + a.attention_at};
-  const AttentionPlan plan = plan_attention(a.shape, cta, memory.attention, a.states);
-  Handover hand{a.channels, a.channel_nbytes, (uint64_t)*step << kTaskBits};
+  const StepMemory memory{shared + a.operand_at, (float *)(shared + a.partial_at), (float *)(step + 2), shared + a.attention_at};
+  Handover hand{0, (uint64_t)*step << kTaskBits};
   RingPlace place;
   int task = 0, round = 0;
 #pragma unroll 1
@@ -118,11 +117,12 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     const StepTask &t = held.wait(n);
     // All threads are in this task, none reads the one before any more.
     const auto settle = [&] {
-      if (threadIdx.x == 0 && n) held.free(n - 1);
+      if (hand.thread == 0 && n) held.free(n - 1);
     };
     hand.flag++;
+    hand.thread = thread_now();
     if (t.attends)
-      run_attention<Kv>(t.attention, plan, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
+      run_attention<Kv>(t.attention, a.shape, cta, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
       run_product(t.product, memory, hand, ring, place, settle);
     a.order.next(task, round);
@@ -138,7 +138,7 @@ __global__ void run_step(const StepArgs) {}
 // The channel of each row that a task of the step leaves and a later one reads; written: by which task last.
 class Channels {
  public:
-  explicit Channels(const std::vector<StepPart> &parts) {
+  Channels(const std::vector<StepPart> &parts, uint8_t *words, uint64_t nbytes) : words_(words), nbytes_(nbytes) {
     for (const StepPart &part : parts) {
       if (part.attends) {
         read_.insert(part.attend.place.qkv);
@@ -153,7 +153,7 @@ class Channels {
   }
   Channel from(const void *p, int task) const {
     const auto found = written_.find(p);
-    return found == written_.end() ? kMemory : Channel{index_.at(p), task - found->second};
+    return found == written_.end() ? kMemory : Channel{words_ + index_.at(p) * nbytes_, task - found->second};
   }
   Channel to(const void *p, int task) {
     if (!read_.count(p)) return kMemory;
@@ -163,11 +163,13 @@ class Channels {
       return kMemory;
     }
     written_[p] = task;
-    return {index_[p], 0};
+    return {words_ + index_[p] * nbytes_, 0};
   }
   bool full() const { return full_; }
 
  private:
+  uint8_t *const words_;  // of the first channel
+  const uint64_t nbytes_;
   std::set<const void *> read_;
   std::map<const void *, int> index_, written_;
   bool full_ = false;
@@ -184,7 +186,8 @@ void put_program(StepProduct &p, const RowProgram &program, int n, Channels &cha
     p.op[o] = {op.p, op.kind, kMemory};
     if (op.kind == kRowNorm && p.n_early_norms < kEarlyNorms) p.early_norm[p.n_early_norms++] = op.p;
     if (op.kind == kRowLoad || op.kind == kRowAdd) p.op[o].channel = channels.from(op.p, n);
-    if (op.kind == kRowAdd && !p.early && (p.op[o].channel.index < 0 || p.op[o].channel.back > 1)) p.early = o;
+    if (op.kind == kRowAdd && !p.early && (!p.op[o].channel.words || p.op[o].channel.back > 1)) p.early = o;
+    if (o) p.kinds |= (uint32_t)op.kind << kKindBits * (o - 1);
   }
 }
 
@@ -260,9 +263,8 @@ struct Program {
 
 // The tasks. Loops after the first that are the one before again, or the one before that (rows take turns between two places), are kept
 // once. `loops`: where in the parts each core loop begins and the last one ends. None where too many rows go from task to task.
-Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &loops, int n_ctas) {
+Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &loops, int n_ctas, Channels channels) {
   Program p;
-  Channels channels(parts);
   for (const StepPart &part : parts) {
     const int n = (int)p.tasks.size();
     p.tasks.push_back(part.attends ? attention_of(part.attend, n, channels) : product_of(part.gemv, n, n_ctas, channels));
@@ -333,18 +335,15 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   const tl_context &context = launcher.context;
   if (!suits(plan) || !suits(parts)) return false;
   const int n_ctas = context.n_multiprocessors;
-  const Program program = program_of(parts, loops, n_ctas);
+  uint8_t *words = plan.memory + plan.scratch.step + kCounterBytes + kProgramsBytes;
+  const Program program = program_of(parts, loops, n_ctas, Channels(parts, words, channel_nbytes(plan)));
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
-  int operand = 0, partial = kRoundBytes, norm = 0;
+  int operand = 0, partial = kRoundBytes;
   StepArgs a = {};
   a.shape = shape_of(plan, n_ctas);
-  AttentionMemory layout;
-  const int attention = lay_out(layout, nullptr, a.shape, 0);
-  a.angle_at = attention - round_up(plan.head_pad * 4, 16);
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
       operand = std::max(operand, t.product.n_blocks * 32);
-      norm = std::max(norm, t.product.n_early_norms * t.product.dim * 4);
       partial = std::max(partial, t.product.round_panels * t.product.n_chunks * kPanelRows * 4);
     }
   int at = 0;
@@ -352,25 +351,21 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.tasks_at = take(kTaskRingBytes + 16 + 2 * kWarps * 4);
   a.operand_at = take(operand);
   a.partial_at = take(partial);
-  a.norm_at = take(norm);
-  a.attention_at = take(attention);
+  a.attention_at = take(attention_nbytes(a.shape));
   a.n_slots = (context.max_shared_nbytes - at - 128) / (kSlotBytes + 16);
   if (a.n_slots < kMinSlots) return false;
   const int ring = round_up(a.n_slots * (kSlotBytes + 16), 128);
   a.n_angles = plan.desc.rope_cos ? plan.desc.rotary_dim / 2 : 0;
   a.cos = plan.desc.rope_cos;
   a.sin = plan.desc.rope_sin;
-  a.angle_at += a.attention_at;
-  for (int32_t *offset : {&a.angle_at, &a.tasks_at, &a.operand_at, &a.partial_at, &a.norm_at, &a.attention_at}) *offset += ring;
+  for (int32_t *offset : {&a.tasks_at, &a.operand_at, &a.partial_at, &a.attention_at}) *offset += ring;
   a.tasks = placed(context, plan, program.tasks);
   if (!a.tasks) return false;
   a.order = program.order;
   for (const StepPart &part : parts)
     if (part.attends) a.rows = part.attend.place.rows;
   a.counter = (unsigned long long *)(plan.memory + plan.scratch.step);
-  a.channels = plan.memory + plan.scratch.step + kCounterBytes + kProgramsBytes;
-  a.channel_nbytes = (int32_t)channel_nbytes(plan);
-  a.states = a.channels + kMaxChannels * channel_nbytes(plan);
+  a.states = words + kMaxChannels * channel_nbytes(plan);
   const Shape shape{dim3(n_ctas), kStepThreads, ring + at, 1, true};
   launcher.launch(plan.desc.kv_dtype == TL_BF16 ? run_step<Bf16> : run_step<F16>, shape, a);
   return true;

@@ -8,49 +8,37 @@ namespace tl {
 
 constexpr int kTeamsOfCta = 4, kWarpsOfTeam = kWarps / kTeamsOfCta, kPagesOfWarp = kPagesOfChunk / kWarpsOfTeam;
 constexpr int kStepHeadPad = 128;  // most that a head is padded to: its page is a slot, and the ring holds the chunks of all teams
-constexpr int kMergeQuads = 8;  // of four dims, that a warp merges at a time: a lane a dim
-constexpr int kGroupsOfSpan = kSpanChunks / TL_CHUNK_GROUP;
+constexpr int kChunksOfLane = kSpanChunks / 32;
 static_assert(kWarpsOfTeam == kArrivals && 4 * kStepHeadPad * TL_PAGE_POSITIONS <= kSlotBytes, "slots are a team's");
+static_assert(32 % TL_CHUNK_GROUP == 0, "a group's chunks are lanes of a warp");
 
+// Shared memory of attention: where its parts lie, for heads of any size.
 struct AttentionMemory {
-  uint8_t *q;         // tile of kTileQueries
-  uint8_t *zeros;     // stands for keys and values that are not read
-  float *raw, *head;  // (kWarps, head_pad) each
-  uint4 *new_k, *new_v;
-  uint4 *p;           // (pages, 32) of the team
-  float *top;         // (kWarpsOfTeam, kTileQueries) of the team
-  float4 *o, *state;  // (kMergeQuads, kSpanChunks): O of a quad; l, and the factors of what is there and of the chunk
-  float2 *angle;      // (rotary_dim / 2,): cosine and sine at the row's position; the last part
-  float *group_m;     // (kMergeQuads, kGroupsOfSpan)
-  float *total;       // (dims of the CTA, 3): m, l and O of the groups that are closed
+  static constexpr int kHeadFloats = kWarps * kStepHeadPad * 4, kStates = kSpanChunks * 16;
+  static constexpr int kZeros = kTileQueries * kStepHeadPad * 2, kRaw = kZeros + kSlotBytes / 2, kHead = kRaw + kHeadFloats, kNew = kHead + kHeadFloats,
+                       kP = kNew + 4 * kStepHeadPad, kTop = kP + kTeamsOfCta * kPagesOfChunk * 512,
+                       kO = kTop + kTeamsOfCta * kWarpsOfTeam * kTileQueries * 4, kState = kO + kWarps * kStates,
+                       kAngle = kState + kWarps * kStates, kPlan = kAngle + kStepHeadPad * 4, kTotal = kPlan + 64;
+  uint8_t *base;
+  int warp;
+  TL_DEVICE_MEMBER uint8_t *q() const { return base; }               // tile of kTileQueries
+  TL_DEVICE_MEMBER uint8_t *zeros() const { return base + kZeros; }  // stand for keys and values that are not read
+  TL_DEVICE_MEMBER float *raw() const { return (float *)(base + kRaw) + warp * kStepHeadPad; }    // a head, by each warp
+  TL_DEVICE_MEMBER float *head() const { return (float *)(base + kHead) + warp * kStepHeadPad; }  // the same, finished
+  TL_DEVICE_MEMBER uint4 *new_kv(int part) const { return (uint4 *)(base + kNew) + part * (kStepHeadPad / 8); }
+  TL_DEVICE_MEMBER uint4 *p() const { return (uint4 *)(base + kP) + warp / kWarpsOfTeam * kPagesOfChunk * 32; }  // of the team
+  TL_DEVICE_MEMBER float *top() const { return (float *)(base + kTop) + warp / kWarpsOfTeam * kWarpsOfTeam * kTileQueries; }
+  TL_DEVICE_MEMBER float4 *o() const { return (float4 *)(base + kO) + warp * kSpanChunks; }  // of a quad of dims, a chunk each, by each warp
+  TL_DEVICE_MEMBER float4 *state() const { return (float4 *)(base + kState) + warp * kSpanChunks; }  // l, and the factors of what is there and of the chunk
+  TL_DEVICE_MEMBER float2 *angle() const { return (float2 *)(base + kAngle); }  // (rotary_dim / 2,): cosine and sine at the row's position
+  TL_DEVICE_MEMBER uint8_t *plan() const { return base + kPlan; }
+  TL_DEVICE_MEMBER float *total() const { return (float *)(base + kTotal); }  // (dims of the CTA, 3): m, l and O of the groups that are closed
 };
 
 // Quads of a unit that each of its CTAs merges.
 TL_BOTH int merged_quads(int n_queries, int head_dim, int n_ranks) { return (n_queries * head_dim / 4 + n_ranks - 1) / n_ranks; }
 
-TL_BOTH int lay_out(AttentionMemory &m, uint8_t *base, const AttentionShape &shape, int team) {
-  const int head_pad = shape.head_pad;
-  int at = 0;
-  const auto take = [&](int nbytes) {
-    uint8_t *p = base + at;
-    at += round_up(nbytes, 16);
-    return p;
-  };
-  m.q = take(kTileQueries * head_pad * 2);
-  m.zeros = take(shape.k_nbytes);
-  m.raw = (float *)take(kWarps * head_pad * 4);
-  m.head = (float *)take(kWarps * head_pad * 4);
-  m.new_k = (uint4 *)take(head_pad * 2);
-  m.new_v = (uint4 *)take(head_pad * 2);
-  m.p = (uint4 *)take(kTeamsOfCta * kPagesOfChunk * 512) + team * kPagesOfChunk * 32;
-  m.top = (float *)take(kTeamsOfCta * kWarpsOfTeam * kTileQueries * 4) + team * kWarpsOfTeam * kTileQueries;
-  m.o = (float4 *)take(kMergeQuads * kSpanChunks * 16);
-  m.state = (float4 *)take(kMergeQuads * kSpanChunks * 16);
-  m.group_m = (float *)take(kMergeQuads * kGroupsOfSpan * 4);
-  m.total = (float *)take(12 * shape.n_quads * 4);
-  m.angle = (float2 *)take(head_pad * 4);
-  return at;
-}
+inline int attention_nbytes(const AttentionShape &shape) { return AttentionMemory::kTotal + 12 * shape.n_quads * 4; }
 
 // Words of a query's state: m and l, then O two dims a word.
 TL_BOTH int state_words(int head_pad) { return 1 + head_pad / 2; }
@@ -83,158 +71,133 @@ TL_DEVICE Unit unit_of(const AttentionShape &shape, int unit, int rank, uint8_t 
 // The flag of a chunk's state: words are used again within a task, for the chunk two spans on.
 TL_DEVICE uint64_t state_flag(const Handover &hand, int chunk) { return hand.flag | (uint64_t)(chunk / (2 * kSpanChunks)) << kFlagBits; }
 
-// What a CTA merges of a unit, and where this thread's first quad lies; found before the thread waits.
+// What a CTA merges of a unit: quads of its dims, from `first` on.
 struct MergeShare {
-  int n_quads, n_mine, first;  // quads of every CTA, of this one, and its first one
-  int query, dim;              // of the thread's quad of the first kMergeQuads
+  int n_mine, first;
 };
 TL_DEVICE MergeShare merge_share(const AttentionShape &shape, const Unit &u) {
-  const int per_query = shape.head_dim / 4, n_quads = merged_quads(u.n_queries, shape.head_dim, shape.n_ranks);
-  const int first = u.rank * n_quads, quad = first + threadIdx.x % kMergeQuads, query = quad / per_query;
-  return {n_quads, min(n_quads, u.n_queries * per_query - first), first, query, (quad - query * per_query) * 4};
-}
-// The same of a later quad, `base` on.
-TL_DEVICE void find_quad(const AttentionShape &shape, const MergeShare &share, int base, int quad_of_base, int &query, int &dim) {
-  const int per_query = shape.head_dim / 4, quad = share.first + base + quad_of_base;
-  query = quad < per_query ? 0 : quad / per_query;
-  dim = (quad - query * per_query) * 4;
+  const int n_quads = merged_quads(u.n_queries, shape.head_dim, shape.n_ranks), first = u.rank * n_quads;
+  return {min(n_quads, u.n_queries * (shape.head_dim / 4) - first), first};
 }
 
-// All that a CTA works out for its first unit before a step begins.
+// All that a CTA works out for its first unit before a step begins; kept in shared memory.
 struct AttentionPlan {
-  const AttentionShape &shape;
-  CtaPlace cta;
-  uint8_t *states;
-  AttentionMemory memory;
   Unit unit;
   MergeShare share;
 };
-TL_DEVICE AttentionPlan plan_attention(const AttentionShape &shape, const CtaPlace &cta, uint8_t *shared, uint8_t *states) {
-  AttentionPlan plan = {shape, cta, states, {}, {}, {}};
-  lay_out(plan.memory, shared, shape, warp_id() / kWarpsOfTeam);
-  plan.unit = unit_of(shape, cta.unit, cta.rank, states);
+static_assert(sizeof(AttentionPlan) <= AttentionMemory::kTotal - AttentionMemory::kPlan, "a plan fits");
+TL_DEVICE AttentionPlan plan_attention(const AttentionShape &shape, int unit, int rank, uint8_t *states) {
+  AttentionPlan plan;
+  plan.unit = unit_of(shape, unit, rank, states);
   plan.share = merge_share(shape, plan.unit);
   return plan;
 }
 
-// Factors of the groups' chunks: a thread a chunk, sixteen a group and quad.
-TL_DEVICE void find_factors(const AttentionMemory &m, int begin, int n_chunks, int n) {
-  const int c = threadIdx.x % TL_CHUNK_GROUP;
-#pragma unroll 1
-  for (int item = threadIdx.x / TL_CHUNK_GROUP; item < kMergeQuads * kGroupsOfSpan; item += kThreads / TL_CHUNK_GROUP) {
-    const int quad = item % kMergeQuads, group = item / kMergeQuads, chunk = group * TL_CHUNK_GROUP + c - begin % TL_CHUNK_GROUP;
-    if (group * TL_CHUNK_GROUP - begin % TL_CHUNK_GROUP >= n_chunks) break;
-    const bool alive = chunk >= 0 && chunk < n_chunks && quad < n;
-    float4 *state = m.state + quad * kSpanChunks + chunk;
-    float2 ml = make_float2(kMasked, 0.0f);
-    if (alive) ml = *(const float2 *)state;
-    float top = ml.x;
-#pragma unroll
-    for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
-      if (c >= d) top = fmaxf(top, other);
-    }
-    const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
-    const MergeFactors f = merge_factors(c ? left : kMasked, ml.x);
-    if (alive) *state = make_float4(ml.y, f.earlier, f.later, 0.0f);
-    if (c == TL_CHUNK_GROUP - 1 && quad < n) m.group_m[quad * kGroupsOfSpan + group] = top;
-  }
+// A quad of dims that a warp merges: where its words lie in a chunk's state, and which columns of attention's output it is.
+struct Quad {
+  const uint8_t *ml, *o;
+  int column;
+  bool last;  // of the row
+};
+TL_DEVICE Quad quad_of(const StepAttention &t, const AttentionShape &shape, const Unit &u, int quad) {
+  const int per_query = shape.head_dim / 4, query = quad < per_query ? 0 : quad / per_query, dim = (quad - query * per_query) * 4;
+  const uint8_t *ml = u.states + query * u.query_bytes;
+  return {ml, ml + (1 + dim / 2) * 16, (u.first_head + query) * shape.head_dim + dim,
+          u.first_head + query == t.attend.place.n_heads - 1 && dim == shape.head_dim - 4};
 }
 
-// One dim's groups of the span, in order, into its total: m, l and O. By a lane.
+// One dim's state, and what a dim's groups have in common.
 struct Total {
   float m, l, o;
 };
-TL_DEVICE void merge_dim(const AttentionMemory &m, Total &total, int quad, int dim, int begin, int n_chunks) {
-  const float4 *state = m.state + quad * kSpanChunks;
-  const float *o = (const float *)(m.o + quad * kSpanChunks) + dim;
-  int c = 0;
-#pragma unroll 1
-  for (int group = 0; c < n_chunks; group++) {
-    const float group_m = m.group_m[quad * kGroupsOfSpan + group];
-    const int end = min(n_chunks, (group + 1) * TL_CHUNK_GROUP - begin % TL_CHUNK_GROUP);
-    float l = 0.0f, x = 0.0f;
-#pragma unroll 8
-    for (; c < end; c++) {
-      const float4 s = state[c];
-      l = merge_value(l, s.x, {s.y, s.z});
-      x = merge_value(x, o[4 * c], {s.y, s.z});
-    }
-    if (group_m == kMasked) continue;
-    const MergeFactors f = merge_factors(total.m, group_m);
-    total.l = merge_value(total.l, l, f);
-    total.o = merge_value(total.o, x, f);
-    total.m = fmaxf(total.m, group_m);
-  }
-}
 
-// Merges the span's chunks begin .. end - 1 into the totals of this CTA's quads.
-TL_DEVICE void merge_span(const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand, const MergeShare &share,
-                          int begin, int end) {
-  const int n_chunks = end - begin, quad = threadIdx.x % kMergeQuads;
-#pragma unroll 1
-  for (int base = 0; base < share.n_mine; base += kMergeQuads) {
-    int query = share.query, dim = share.dim;
-    if (base) find_quad(shape, share, base, quad, query, dim);
-    const int n = min(kMergeQuads, share.n_mine - base), at = query * u.query_bytes, o_at = (1 + dim / 2) * 16;
-    if (base) meet();
-#pragma unroll 1
-    for (int chunk = threadIdx.x / kMergeQuads; chunk < n_chunks && quad < n; chunk += kThreads / kMergeQuads) {
-      const uint8_t *state = u.states + (begin + chunk) % (2 * kSpanChunks) * u.chunk_bytes + at;
-      uint64_t word[3];
-      await_words(word, 3, state_flag(hand, begin + chunk), [&](int j) { return state + (j ? o_at + (j - 1) * 16 : 0); });
-      *(float2 *)(m.state + quad * kSpanChunks + chunk) = make_float2(low_float(word[0]), high_float(word[0]));
-      m.o[quad * kSpanChunks + chunk] = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
+// Merges the span's chunks begin .. end - 1 of a quad into its total. By a warp: lanes are chunks, then the first four are the dims.
+TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover &hand, const Quad &quad, int chunk_bytes, int begin, int end) {
+  const int lane = hand.lane(), span = begin / kSpanChunks * kSpanChunks;
+  float4 *const state = m.state(), *const o = m.o();
+  float top[kChunksOfLane];
+#pragma unroll
+  for (int i = 0; i < kChunksOfLane; i++) top[i] = kMasked;
+#pragma unroll
+  for (int i = 0; i < kChunksOfLane; i++) {
+    const int at = lane + 32 * i, chunk = span + at;
+    if (span + 32 * i >= end) break;
+    const bool alive = chunk >= begin && chunk < end;
+    uint64_t word[3];
+    const int64_t from = (int64_t)(chunk % (2 * kSpanChunks)) * chunk_bytes;
+    await_words(word, alive ? 3 : 0, state_flag(hand, chunk), [&](int j) { return j ? quad.o + from + (j - 1) * 16 : quad.ml + from; });
+    const float own = alive ? low_float(word[0]) : kMasked;
+    top[i] = own;
+#pragma unroll
+    for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, top[i], d, TL_CHUNK_GROUP);
+      if (lane % TL_CHUNK_GROUP >= d) top[i] = fmaxf(top[i], other);
     }
-    meet();
-    find_factors(m, begin, n_chunks, n);
-    meet();
-    if ((int)threadIdx.x >= 4 * n) continue;
-    float *total = m.total + base * 12 + threadIdx.x * 3;
-    Total sum = {total[0], total[1], total[2]};
-    merge_dim(m, sum, threadIdx.x / 4, threadIdx.x % 4, begin, n_chunks);
-    total[0] = sum.m, total[1] = sum.l, total[2] = sum.o;
+    const float left = __shfl_up_sync(0xffffffffu, top[i], 1, TL_CHUNK_GROUP);
+    const MergeFactors f = merge_factors(lane % TL_CHUNK_GROUP ? left : kMasked, own);
+    state[at] = make_float4(high_float(word[0]), f.earlier, f.later, 0.0f);
+    o[at] = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
   }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kChunksOfLane; i++) {
+#pragma unroll 1
+    for (int group = 0; group < 32; group += TL_CHUNK_GROUP) {
+      const int first = span + 32 * i + group;
+      const float group_m = __shfl_sync(0xffffffffu, top[i], group + TL_CHUNK_GROUP - 1);
+      if (first >= end || first + TL_CHUNK_GROUP <= begin) continue;
+      const float4 *s = state + 32 * i + group;
+      const float *x = (const float *)(o + 32 * i + group) + lane % 4;
+      float sum = 0.0f, l = 0.0f;
+#pragma unroll
+      for (int c = 0; c < TL_CHUNK_GROUP; c += 8) {
+        if (first + c >= end) break;
+        float4 factors[8];
+        float values[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) factors[j] = s[c + j], values[j] = x[4 * (c + j)];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          if (first + c + j < begin || first + c + j >= end) continue;
+          l = merge_value(l, factors[j].x, {factors[j].y, factors[j].z});
+          sum = merge_value(sum, values[j], {factors[j].y, factors[j].z});
+        }
+      }
+      if (group_m == kMasked) continue;
+      const MergeFactors f = merge_factors(total.m, group_m);
+      total.l = merge_value(total.l, l, f);
+      total.o = merge_value(total.o, sum, f);
+      total.m = fmaxf(total.m, group_m);
+    }
+  }
+  __syncwarp();
 }
 
 // What a CTA that merges nothing does instead where it has a chunk behind the span: words are used again two spans on, which those who merge
 // must not be behind.
 TL_DEVICE void follow_span(const Unit &u, const Handover &hand, int begin, int end) {
 #pragma unroll 1
-  for (int chunk = begin + threadIdx.x; chunk < end; chunk += kThreads) {
+  for (int chunk = begin + hand.thread; chunk < end; chunk += kThreads) {
     uint64_t word[1];
     await_words(word, 1, state_flag(hand, chunk), [&](int) { return u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes; });
   }
-  meet();
 }
 
-// O / l of this CTA's quads, to the operand of the next product, padding included. By the warp that merged them.
-TL_DEVICE void hand_attention(const StepAttention &t, const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand,
-                              const MergeShare &share) {
-  const AttendArgs &a = t.attend;
-  const int head_dim = a.place.head_dim, dtype = a.out.dtype, dim = threadIdx.x % 4;
-  if (threadIdx.x >= 4 * kMergeQuads) return;
-  uint8_t *words = t.out.index >= 0 ? hand.words(t.out) : nullptr, *out = (uint8_t *)a.out.data;
+// O / l of a quad, to the operand of the next product, after the last one the padding. By the warp that merged it.
+TL_DEVICE void hand_attention(const StepAttention &t, const Handover &hand, const Quad &quad, const Total &total) {
+  const Operand &out = t.attend.out;
+  const float y = total.l != 0.0f ? total.o * (1.0f / total.l) : 0.0f;
+  const uint32_t pair = pack_pair(out.dtype, y, __shfl_sync(0xffffffffu, y, hand.lane() + 1)), high = __shfl_sync(0xffffffffu, pair, hand.lane() + 2);
+  if (hand.lane()) return;
+  uint8_t *const words = t.out.words;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
     if (words) store_flagged(words + column * 4, (uint64_t)high << 32 | low, hand.flag);
-    put_four(out, column, low, high);
+    put_four((uint8_t *)out.data, column, low, high);
   };
+  hand_on(quad.column, pair, high);
+  if (!quad.last) return;
 #pragma unroll 1
-  for (int base = 0; base < share.n_mine; base += kMergeQuads) {
-    const int quad = base + threadIdx.x / 4;
-    const bool exists = quad < share.n_mine;
-    const float *total = m.total + base * 12 + threadIdx.x * 3;
-    const float l = exists ? total[1] : 0.0f, y = l != 0.0f ? total[2] * (1.0f / l) : 0.0f;
-    const uint32_t pair = pack_pair(dtype, y, __shfl_sync(0xffffffffu, y, lane_id() + 1)), high = __shfl_sync(0xffffffffu, pair, lane_id() + 2);
-    if (!exists || dim) continue;
-    int query, d;
-    find_quad(shape, share, base, threadIdx.x / 4, query, d);
-    const int head = u.first_head + query;
-    hand_on(head * head_dim + d, pair, high);
-    if (head == a.place.n_heads - 1 && d == 0)
-#pragma unroll 1
-      for (int column = a.place.n_heads * head_dim; column < a.out.n_in; column += 4) hand_on(column, 0, 0);
-  }
+  for (int column = quad.column + 4; column < out.n_in; column += 4) hand_on(column, 0, 0);
 }
 
 #endif

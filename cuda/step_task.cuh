@@ -7,22 +7,25 @@
 namespace tl {
 
 constexpr int kMaxChannels = 8;
-constexpr int kMaxStepOps = 8;          // of a row program
+constexpr int kKindBits = 4, kMaxStepOps = 8;  // of an operation of a row program, whose kinds are a word
 constexpr int kStepQuads = 2;           // of a thread: rows of up to 2,048 floats
 constexpr int kEarlyNorms = 2;          // of a program, whose weights are read ahead
 constexpr int kSpanChunks = 64;         // key chunks whose states a unit of attention hands over at a time; whole groups
 constexpr int kMaxRanks = kSpanChunks;  // CTAs of a unit: each has a chunk in a whole span
 static_assert(kSpanChunks % TL_CHUNK_GROUP == 0, "groups do not cross spans");
 
-// Where values come from or go to: flagged words of a channel, or memory alone. Those read were left by the task `back` ones ago.
+// Where values come from or go to: flagged words, or memory alone. Those read were left by the task `back` ones ago.
 struct Channel {
-  int32_t index, back;  // index below 0: none
+  uint8_t *words;  // NULL: none
+  int64_t back;
 };
-constexpr Channel kMemory = {-1, 0};
+constexpr Channel kMemory = {nullptr, 0};
 
 // A flag tells a task's words from all others': from the lowest bit the number of the task in its step, the number of the step, and
 // what a task counts for itself.
 constexpr int kTaskBits = 20, kFlagBits = 52;
+
+static_assert(kRowLoad == 0 && kRowStore < 1 << kKindBits && kMaxStepOps * kKindBits <= 32, "no operation after the first is 0");
 
 struct StepOp {  // of RowProgram; the first one loads
   const float *p;
@@ -38,6 +41,7 @@ struct StepProduct {
   int32_t item_chunks, n_items;    // chunks of an item of the stream, and items of a panel
   int32_t round_panels;            // panels whose sums are held at a time
   int32_t dim, n_ops, early;       // of the program: values, operations, and the one among them whose row is there early, or 0
+  uint32_t kinds;                  // of the operations after the first, kKindBits each
   float eps;
   int32_t n_early_norms;
   const float *early_norm[kEarlyNorms];

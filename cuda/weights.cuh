@@ -68,26 +68,33 @@ TL_DEVICE void add_blocks(float (&d)[4], shared_t block, shared_t right, int n_b
   for (int i = 0; i < n_blocks; i++) add_run<W, 1>(d, block + i * W::kBlockBytes, right + i * 32);
 }
 
-// Two sums of kWhole blocks each, side by side: a product need not wait for the one before it.
-template <class W, int kWhole, int kRun>
-TL_DEVICE void add_two(float (&d)[2][4], const shared_t (&block)[2], const shared_t (&right)[2]) {
+// A whole chunk, or two of int8.
+template <class W>
+struct Chunks {
+  static constexpr int kChunks = W::kInt8 ? 2 : 1, kBlocks = kChunks * kChunkBlocks;
+  // d += the chunks' products, those of two chunks side by side: a product need not wait for the one before it. `left` and `right` are this
+  // lane's addresses in the first block.
+  TL_DEVICE void multiply(float (&d)[kChunks][4], shared_t left, shared_t right) {
+    constexpr int kRun = kChunkBlocks / 2 / kChunks;
 #pragma unroll
-  for (int first = 0; first < kWhole; first += kRun) {
-    uint32_t a[2][kRun][4];
-    uint2 b[2][kRun];
+    for (int first = 0; first < kChunkBlocks; first += kRun) {
+      uint32_t a[kRun][kChunks][4];
+      uint2 b[kRun][kChunks];
 #pragma unroll
-    for (int i = 0; i < kRun; i++)
+      for (int i = 0; i < kRun; i++)
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        W::load(a[k][i], block[k] + (first + i) * W::kBlockBytes);
-        b[k][i] = load_shared8(right[k] + (first + i) * 32);
-      }
+        for (int k = 0; k < kChunks; k++) {
+          const int block = k * kChunkBlocks + first + i;
+          W::load(a[i][k], left + block * W::kBlockBytes);
+          b[i][k] = load_shared8(right + block * 32);
+        }
 #pragma unroll
-    for (int i = 0; i < kRun; i++)
+      for (int i = 0; i < kRun; i++)
 #pragma unroll
-      for (int k = 0; k < 2; k++) W::Op::mma(d[k], a[k][i], b[k][i].x, b[k][i].y);
+        for (int k = 0; k < kChunks; k++) W::Op::mma(d[k], a[i][k], b[i][k].x, b[i][k].y);
+    }
   }
-}
+};
 
 // The same where groups of int8 columns have scales: kScaleColumns are summed from zero, then scaled and added in order.
 template <class W>

@@ -383,13 +383,16 @@ struct Flagged {
 inline Flagged load_flagged(const void *from) { return *(const Flagged *)from; }
 template <int n, class At>
 void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
-  for (int i = 0; i < n && i < count; i++) {
+  for (int i = 0; i < n; i++) {
+    data[i] = 0;
+    if (i >= count) continue;
     const uint64_t *word = (const uint64_t *)at(i);
     emulator::wait_for(word + 1, flag);
     data[i] = *word;
   }
 }
 inline void fence_bulk_copies() {}
+inline int thread_now() { return (int)threadIdx.x; }
 inline void sync_threads(int id, int n_threads) { emulator::sync_cta(id, n_threads); }
 
 }  // namespace tl
