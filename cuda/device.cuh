@@ -309,7 +309,7 @@ TL_DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta
 TL_DEVICE int thread_now() {
   int t;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
-  return t;
+  return t & 1023;  // not negative: divisions are shifts
 }
 
 // A barrier of some of a CTA's warps: id 1..15, n_threads a multiple of 32.

@@ -204,7 +204,7 @@ StepTask product_of(const GemvArgs &g, int n, int n_ctas, Channels &channels) {
   p.n_chunks = (p.n_blocks * 16 + TL_K_CHUNK - 1) / TL_K_CHUNK;
   p.item_chunks = g.weight.dtype == TL_INT8 ? 2 : 1;
   p.n_items = (p.n_chunks + p.item_chunks - 1) / p.item_chunks;
-  p.round_panels = std::max(1, kRoundBytes / (p.n_chunks * kPanelRows * 4) / g.unit_panels) * g.unit_panels;
+  p.round_panels = std::min(p.units_each + (p.units_more > 0), kRoundUnits) * g.unit_panels;
   p.weight = g.weight;
   p.bias = g.bias;
   p.epilogue = g.epilogue;
@@ -338,13 +338,13 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   uint8_t *words = plan.memory + plan.scratch.step + kCounterBytes + kProgramsBytes;
   const Program program = program_of(parts, loops, n_ctas, Channels(parts, words, channel_nbytes(plan)));
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
-  int operand = 0, partial = kRoundBytes;
+  int operand = 0, partial = 0;
   StepArgs a = {};
   a.shape = shape_of(plan, n_ctas);
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
       operand = std::max(operand, t.product.n_blocks * 32);
-      partial = std::max(partial, t.product.round_panels * t.product.n_chunks * kPanelRows * 4);
+      partial = std::max(partial, t.product.round_panels * sums_stride(t.product.n_chunks) * kPanelRows * 4);
     }
   int at = 0;
   const auto take = [&at](int nbytes) { return std::exchange(at, at + round_up(nbytes, 128)); };

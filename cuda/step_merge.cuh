@@ -192,7 +192,7 @@ TL_DEVICE void hand_attention(const StepAttention &t, const Handover &hand, cons
   uint8_t *const words = t.out.words;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
     if (words) store_flagged(words + column * 4, (uint64_t)high << 32 | low, hand.flag);
-    put_four((uint8_t *)out.data, column, low, high);
+    put_four(four_at(out.data, column), low, high);
   };
   hand_on(quad.column, pair, high);
   if (!quad.last) return;

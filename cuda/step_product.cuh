@@ -8,12 +8,14 @@
 
 namespace tl {
 
-constexpr int kRoundBytes = 8192;  // of partial sums, where that holds a unit
+constexpr int kRoundUnits = kWarps * 2;  // that are summed at a time: a thread an output
+// Floats of an output's sums.
+TL_BOTH int sums_stride(int n_chunks) { return round_up(n_chunks, 4); }
 
 // Shared memory of products; step_attend.cuh lays out attention's.
 struct StepMemory {
   uint8_t *operand;     // of the product's row
-  float *partial;       // (panels, n_chunks, 16) of a round
+  float *partial;       // (panels, 16, sums_stride) of a round: an output's sums are in order
   float *norm_partial;  // 2 * kWarps
   uint8_t *attention;
 };
@@ -66,15 +68,17 @@ TL_DEVICE void hand_quads(const Handover &hand, const Channel &c, const float4 (
   }
 }
 
-// Four columns from `column` on, a multiple of four, to the operand: as operand_position has them.
-TL_DEVICE void put_four(uint8_t *operand, int column, uint32_t low, uint32_t high) {
-  uint32_t *to = (uint32_t *)operand + column / 16 * 8 + column / 4 % 2 * 4 + column / 8 % 2;
+// Where four columns from `column` on, a multiple of four, lie in an operand: as operand_position has them, in two words two apart.
+TL_DEVICE uint32_t *four_at(void *operand, int column) {
+  return (uint32_t *)operand + column / 16 * 8 + column / 4 % 2 * 4 + column / 8 % 2;
+}
+TL_DEVICE void put_four(uint32_t *to, uint32_t low, uint32_t high) {
   to[0] = low;
   to[2] = high;
 }
 template <class Op>
-TL_DEVICE void put_quad(uint8_t *operand, int column, const float4 &q) {
-  put_four(operand, column, Op::pack(q.x, q.y), Op::pack(q.z, q.w));
+TL_DEVICE void put_quad(uint32_t *to, const float4 &q) {
+  put_four(to, Op::pack(q.x, q.y), Op::pack(q.z, q.w));
 }
 
 // norm_quads of quads that are zero where the row has none.
@@ -88,18 +92,30 @@ TL_DEVICE void norm_row(float4 (&v)[kStepQuads], const float4 (&weight)[kStepQua
     v[j] = make_float4(v[j].x * inverse * weight[j].x, v[j].y * inverse * weight[j].y, v[j].z * inverse * weight[j].z, v[j].w * inverse * weight[j].w);
 }
 
-// The row program, to the operand in shared memory. What it may read early it reads first: weights of norms, and a row that is added.
+// The row program, to the operand in shared memory. What it may read early it reads first: weights of norms, a row that is added, what is
+// appended.
 template <class Op>
 TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const Handover &hand) {
-  const int n = t.dim, early = t.early;
+  const int n = t.dim, early = t.early, n_in = t.tail ? 2 * n : n;
   const float eps = t.eps, per_value = reciprocal((float)n);
+  const Channel from = t.op[0].channel;
+  const float *const memory = t.op[0].p;
   float4 weight[kEarlyNorms][kStepQuads], v[kStepQuads], other[kStepQuads] = {};
+  uint32_t *to[kStepQuads], kinds = t.kinds;
+  int n_norms = 0;
 #pragma unroll
   for (int i = 0; i < kEarlyNorms; i++) read_quads(weight[i], hand, t.early_norm[i], i < t.n_early_norms ? n : 0);
+#pragma unroll
+  for (int j = 0; j < kStepQuads; j++) to[j] = hand.quad(j) < n ? four_at(m.operand, hand.quad(j)) : nullptr;
+  if (hand.thread < pad16(n_in) - n_in) ((uint16_t *)m.operand)[operand_position(n_in + hand.thread)] = 0;
+  if (t.tail) {
+    read_quads(v, hand, t.tail, n);
+#pragma unroll
+    for (int j = 0; j < kStepQuads; j++)
+      if (to[j]) put_quad<Op>(four_at(m.operand, n + hand.quad(j)), v[j]);
+  }
   if (early) take_quads(other, hand, t.op[early].channel, t.op[early].p, n);
-  uint32_t kinds = t.kinds;
-  int n_norms = 0;
-  take_quads(v, hand, t.op[0].channel, t.op[0].p, n);
+  take_quads(v, hand, from, memory, n);
 #pragma unroll 1
   for (int o = 1; kinds; o++, kinds >>= kKindBits) {
     const int kind = kinds % (1 << kKindBits);
@@ -116,22 +132,13 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
       const StepOp op = t.op[o];
 #pragma unroll
       for (int j = 0; j < kStepQuads; j++)
-        if (hand.quad(j) < n) store_quad<true>(const_cast<float *>(op.p), hand.quad(j), n, v[j]);
+        if (to[j]) store_quad<true>(const_cast<float *>(op.p), hand.quad(j), n, v[j]);
       if (op.channel.words) hand_quads(hand, op.channel, v, pad16(n));  // a product adds its padding, too
     }
   }
 #pragma unroll
   for (int j = 0; j < kStepQuads; j++)
-    if (hand.quad(j) < n) put_quad<Op>(m.operand, hand.quad(j), v[j]);
-  int n_in = n;
-  if (t.tail) {
-    n_in = 2 * n;
-    read_quads(other, hand, t.tail, n);
-#pragma unroll
-    for (int j = 0; j < kStepQuads; j++)
-      if (hand.quad(j) < n) put_quad<Op>(m.operand, n + hand.quad(j), other[j]);
-  }
-  if (hand.thread < pad16(n_in) - n_in) ((uint16_t *)m.operand)[operand_position(n_in + hand.thread)] = 0;
+    if (to[j]) put_quad<Op>(to[j], v[j]);
 }
 
 // The operand that an earlier task left: words of four columns.
@@ -145,131 +152,121 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
   }
   constexpr int kAtOnce = 6;
   const uint64_t flag = hand.flag - t.operand.back;
+  uint32_t *to = four_at(m.operand, hand.thread * 4);
 #pragma unroll 1
-  for (int i = hand.thread; i < n; i += kThreads * kAtOnce) {
+  for (int i = hand.thread; i < n; i += kThreads * kAtOnce, to += kThreads * kAtOnce * 2) {
     uint64_t data[kAtOnce];
     const int mine = (n - i + kThreads - 1) / kThreads;
     await_words(data, mine, flag, [&](int j) { return words + (i + j * kThreads) * 16; });
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++)
-      if (j < mine) put_four(m.operand, (i + j * kThreads) * 4, (uint32_t)data[j], (uint32_t)(data[j] >> 32));
+      if (j < mine) put_four(to + j * kThreads * 2, (uint32_t)data[j], (uint32_t)(data[j] >> 32));
   }
 }
 
 TL_DEVICE bool row_scaled(const Matrix &m) { return m.dtype == TL_INT8 && !m.group_size; }
 
-// What a thread needs to finish outputs besides their sums: read before it waits.
-struct Finish {
-  int kind, act, unit_panels, n_chunks, operand_dtype;
-  bool scaled, has_bias;
-  uint8_t *words;  // or NULL
-  float *out;
-  // Of this thread's first output:
+// What a thread needs to finish an output besides its sums: found before it waits for the row.
+struct Output {
+  bool exists, has_bias;
+  int stride;          // chunks that a row has room for among the sums, a multiple of four: those behind the last one are zero
+  const float *sums;   // of its chunks; of the panel after it, where gated, a panel further
   float scale[2], bias[2], addend;
-  Flagged early;      // the word with the addend, as it was
-  const uint8_t *at;  // where it is, or NULL
-  uint64_t flag;      // that it is to have
+  uint8_t *words;      // that this thread hands on, or NULL
+  uint32_t *operand;   // four columns, and NULL where others store them
+  float *out;
+  Flagged early;       // the word with the addend, as it was
+  const uint8_t *at;   // where it is, or NULL
+  uint64_t flag;       // that it is to have
 };
 
-TL_DEVICE void find_extras(Finish &f, const StepProduct &t, const Handover &hand, int output) {
+// Of a unit of the round, and where its first panel is in the share.
+TL_DEVICE Output output_of(const StepProduct &t, const StepMemory &m, const Handover &hand, const CtaShare &share, int begin) {
+  Output o = {};
+  const int lane = hand.thread % kPanelRows, unit_panels = t.unit_panels, panel = hand.thread / kPanelRows * unit_panels;
+  const int output = (share.first_panel + begin + panel) * kPanelRows + lane, kind = t.epilogue.kind;
+  o.exists = panel < min(t.round_panels, share.n_panels - begin);
+  o.has_bias = t.bias;
+  o.stride = sums_stride(t.n_chunks);
+  float *sums = m.partial + (panel * kPanelRows + lane) * o.stride;
+  o.sums = o.exists ? sums : m.partial;
+  o.scale[0] = o.scale[1] = 1.0f;
+  if (!o.exists) return o;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    f.scale[i] = f.scaled && i < f.unit_panels ? t.weight.scales[output + i * kPanelRows] : 1.0f;
-    f.bias[i] = f.has_bias && i < f.unit_panels ? t.bias[output + i * kPanelRows] : 0.0f;
+    if (i >= unit_panels) break;
+    if (row_scaled(t.weight)) o.scale[i] = t.weight.scales[output + i * kPanelRows];
+    if (o.has_bias) o.bias[i] = t.bias[output + i * kPanelRows];
+    for (int c = t.n_chunks; c < o.stride; c++) sums[i * kPanelRows * o.stride + c] = 0.0f;
   }
-  f.at = nullptr;
-  if (f.kind != kAddToRows) return;
-  if (!t.addend.words) {
-    f.addend = t.epilogue.addend[output];
+  uint8_t *const words = t.out.words;
+  if (kind == kActivate) {
+    const int column = unit_panels == 2 ? output / 32 * 16 + lane : output;
+    o.operand = lane % 4 ? nullptr : four_at(t.epilogue.operand.data, column);
+    o.words = words && lane % 4 == 0 ? words + column * 4 : nullptr;
+    return o;
+  }
+  o.words = words && lane % 2 == 0 ? words + output * 8 : nullptr;
+  o.out = t.epilogue.out + output;
+  if (kind == kToLogits && output >= t.epilogue.n_valid) o.out = nullptr;
+  if (kind != kAddToRows) return o;
+  if (t.addend.words) {
+    o.flag = hand.flag - t.addend.back;
+    o.at = t.addend.words + output / 2 * 16;
+    o.early = load_flagged(o.at);
   } else {
-    f.at = t.addend.words + output / 2 * 16;
-    f.early = load_flagged(f.at);
+    o.addend = t.epilogue.addend[output];
   }
+  return o;
 }
 
-TL_DEVICE Finish begin_finish(const StepProduct &t, const Handover &hand, int output, bool exists) {
-  Finish f = {};
-  f.kind = t.epilogue.kind;
-  f.act = t.epilogue.act;
-  f.unit_panels = t.unit_panels;
-  f.n_chunks = t.n_chunks;
-  f.operand_dtype = t.epilogue.operand.dtype;
-  f.scaled = row_scaled(t.weight);
-  f.has_bias = t.bias;
-  f.words = t.out.words;
-  f.out = f.kind == kActivate ? (float *)t.epilogue.operand.data : t.epilogue.out;
-  f.flag = hand.flag - t.addend.back;
-  f.at = nullptr;
-  if (exists) find_extras(f, t, hand, output);
-  return f;
+TL_DEVICE float addend_of(const Output &o, int lane) {
+  if (!o.at) return o.addend;
+  uint64_t word[1] = {o.early.data};
+  if (o.early.flag != o.flag) await_words(word, 1, o.flag, [&](int) { return o.at; });
+  return lane % 2 ? high_float(word[0]) : low_float(word[0]);
 }
 
-TL_DEVICE float addend_of(const Finish &f, int output) {
-  if (!f.at) return f.addend;
-  uint64_t word[1] = {f.early.data};
-  if (f.early.flag != f.flag) await_words(word, 1, f.flag, [&](int) { return f.at; });
-  return output % 2 ? high_float(word[0]) : low_float(word[0]);
-}
-
-// Sums of an output's chunks, in order, of a unit's panels side by side; `sums` is this lane's first. Nothing changes a sum by adding zero:
-// it is never a negative one.
-TL_DEVICE void sum_chunks(float (&y)[2], const float *sums, int n_chunks, bool two) {
-  constexpr int kAtOnce = 8;
-  y[0] = y[1] = 0.0f;
+// Sum of an output's chunks, in order. Nothing changes it by adding zero: it is never a negative one.
+TL_DEVICE float sum_chunks(const float *sums, int stride) {
+  float y = 0.0f;
 #pragma unroll 1
-  for (int c = 0; c < n_chunks; c += kAtOnce, sums += kAtOnce * kPanelRows) {
-    float p[2][kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; j++) {
-      const bool exists = c + j < n_chunks;
-      p[0][j] = exists ? sums[j * kPanelRows] : 0.0f;
-      p[1][j] = exists && two ? sums[(n_chunks + j) * kPanelRows] : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; j++) y[0] = y[0] + p[0][j], y[1] = y[1] + p[1][j];
+  for (int c = 0; c < stride; c += 8) {
+    const float4 a = *(const float4 *)(sums + c), b = c + 4 < stride ? *(const float4 *)(sums + c + 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    y = (((y + a.x) + a.y) + a.z) + a.w;
+    y = (((y + b.x) + b.y) + b.z) + b.w;
   }
+  return y;
 }
 
-// Outputs of panels begin .. end - 1 of the share; neighbouring lanes hand on theirs together, two floats or four operands a word. `f` is
-// for this thread's first output.
-TL_DEVICE void finish_round(const StepProduct &t, const StepMemory &m, const Handover &hand, const CtaShare &share, int begin, int end, Finish &f) {
-  const int n_panels = end - begin, lane = hand.thread % kPanelRows;
-  int panel = hand.thread / kPanelRows * f.unit_panels, first = hand.warp() * 2 * f.unit_panels;  // of the warp, which has two units
-#pragma unroll 1
-  for (bool again = begin; first < n_panels; again = true) {
-    const bool exists = panel < n_panels;  // both halves of the warp take part in what follows
-    const int output = (share.first_panel + begin + panel) * kPanelRows + lane;
-    if (again && exists) find_extras(f, t, hand, output);
-    float y[2];
-    sum_chunks(y, m.partial + (exists ? panel : 0) * f.n_chunks * kPanelRows + lane, f.n_chunks, f.unit_panels == 2);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (f.scaled) y[i] = y[i] * f.scale[i];
-      if (f.has_bias) y[i] = y[i] + f.bias[i];
-    }
-    if (f.kind == kActivate) {
-      y[0] = activate(f.act, y[0]);
-      if (f.unit_panels == 2) y[0] = y[0] * y[1];
-    } else if (f.kind == kAddToRows && exists) {
-      y[0] = addend_of(f, output) + y[0];
-    }
-    const float next = __shfl_sync(0xffffffffu, y[0], hand.lane() + 1);
-    if (f.kind == kActivate) {
-      const int column = f.unit_panels == 2 ? output / 32 * 16 + lane : output;
-      const uint32_t pair = pack_pair(f.operand_dtype, y[0], next), other = __shfl_sync(0xffffffffu, pair, hand.lane() + 2);
-      if (exists && lane % 4 == 0) {
-        if (f.words) store_flagged(f.words + column * 4, (uint64_t)other << 32 | pair, hand.flag);
-        put_four((uint8_t *)f.out, column, pair, other);
-      }
-    } else if (f.kind == kToLogits) {
-      if (exists) finish_output(t.epilogue, 0, output, y[0]);
-    } else if (exists) {
-      if (f.words && lane % 2 == 0) store_flagged(f.words + output * 8, two_floats(y[0], next), hand.flag);
-      f.out[output] = y[0];
-    }
-    panel += kThreads / kPanelRows * f.unit_panels;
-    first += kThreads / kPanelRows * f.unit_panels;
+template <bool kScaled>
+TL_DEVICE float finished_sum(const Output &o, int i) {
+  float y = sum_chunks(o.sums + i * kPanelRows * o.stride, o.stride);
+  if (kScaled) y = y * o.scale[i];
+  return o.has_bias ? y + o.bias[i] : y;
+}
+
+// Stores each thread's output; neighbouring lanes hand on theirs together, two floats or four operands a word. By whole warps.
+template <bool kScaled>
+TL_DEVICE void finish(const Output &o, const StepProduct &t, const Handover &hand, int kind) {
+  const int lane = hand.lane();
+  float y = finished_sum<kScaled>(o, 0);
+  if (kind == kActivate) {
+    y = activate(t.epilogue.act, y);
+    if (t.unit_panels == 2) y = y * finished_sum<kScaled>(o, 1);
+    const uint32_t pair = pack_pair(t.epilogue.operand.dtype, y, __shfl_sync(0xffffffffu, y, lane + 1)), other = __shfl_sync(0xffffffffu, pair, lane + 2);
+    if (o.words) store_flagged(o.words, (uint64_t)other << 32 | pair, hand.flag);
+    if (o.operand) put_four(o.operand, pair, other);
+    return;
   }
+  if (kind == kToLogits) {
+    if (o.out) *o.out = scale_softcap(y, t.epilogue.scale, t.epilogue.cap);
+    return;
+  }
+  if (kind == kAddToRows && o.exists) y = addend_of(o, lane) + y;
+  const float next = __shfl_sync(0xffffffffu, y, lane + 1);
+  if (o.words) store_flagged(o.words, two_floats(y, next), hand.flag);
+  if (o.out) *o.out = y;
 }
 
 // What a warp needs to know of its items.
@@ -304,45 +301,61 @@ TL_DEVICE void sum_part(float (&d)[Chunks<W>::kChunks][4], const StepProduct &t,
   }
 }
 
+// This warp's items of the panels before `end`: the sums of their chunks, those of panel `begin` first in `sums`.
+template <class W>
+TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, int begin, int end, int first_panel, float *sums, int stride, int lane,
+                         shared_t right, bool groups) {
+  using C = Chunks<W>;
+  // A warp that waits for an item has read the one eight before: the ring holds as many, so no slot is two uses behind.
+#pragma unroll 1
+  while (items.panel < end) {
+    float d[C::kChunks][4] = {};
+    const shared_t left = ring.wait(items.at) + lane * W::kLaneBytes;
+    if (!groups && items.n_blocks - items.part * C::kBlocks >= C::kBlocks)
+      C::multiply(d, left, right + items.part * C::kBlocks * 32);
+    else
+      sum_part<W>(d, t, items, left, right, first_panel);
+    const int chunk = items.part * C::kChunks;
+    float *to = sums + (items.panel - begin) * kPanelRows * stride + chunk;
+#pragma unroll
+    for (int c = 0; c < C::kChunks; c++)
+      if (lane % 4 == 0 && chunk + c < items.n_chunks) to[c] = d[c][0], to[8 * stride + c] = d[c][2];
+    __syncwarp();
+    if (lane == 0) ring.free(items.at, kArrivals);
+    items.next(ring);
+  }
+}
+
 // The CTA's share of a product, its weights of type W. `settle` is called when all threads are in this task.
 template <class W, class Settle>
 TL_DEVICE void run_share(const StepProduct &t, const StepMemory &m, const Handover &hand, const Ring &ring, const CtaShare &share, Items &items,
-                         Finish &f, const Settle &settle) {
-  using L = Chunks<W>;
-  const int lane = hand.lane(), round_panels = t.round_panels;
+                         const Settle &settle) {
+  const int lane = hand.lane(), round_panels = t.round_panels, unit_panels = t.unit_panels, kind = t.epilogue.kind;
   const bool groups = W::kInt8 && t.weight.group_size;
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
-  float *sums = m.partial + lane / 4;
+  Output o = output_of(t, m, hand, share, 0);
+  float *const sums = m.partial + lane / 4 * o.stride;
+  int begin = 0, end = min(round_panels, share.n_panels);
+  bool finishes = hand.warp() * 2 * unit_panels < end;  // this warp, which has two units
   if (t.n_ops)
     run_step_program<typename W::Op>(t, m, hand);
   else
     take_operand(t, m, hand);
   meet();
+  sum_items<W>(t, ring, items, 0, end, share.first_panel, sums, o.stride, lane, right, groups);
+  meet();
+  if (finishes) finish<W::kInt8>(o, t, hand, kind);
+  settle();
 #pragma unroll 1
-  for (int begin = 0; begin < share.n_panels; begin += round_panels) {
-    const int end = min(begin + round_panels, share.n_panels);
-    // A warp that waits for an item has read the one eight before: the ring holds as many, so no slot is two uses behind.
-#pragma unroll 1
-    while (items.panel < end) {
-      float d[L::kChunks][4] = {};
-      const shared_t left = ring.wait(items.at) + lane * W::kLaneBytes;
-      if (!groups && items.n_blocks - items.part * L::kBlocks >= L::kBlocks)
-        L::multiply(d, left, right + items.part * L::kBlocks * 32);
-      else
-        sum_part<W>(d, t, items, left, right, share.first_panel);
-      const int chunk = items.part * L::kChunks;
-      float *to = sums + ((items.panel - begin) * items.n_chunks + chunk) * kPanelRows;
-#pragma unroll
-      for (int c = 0; c < L::kChunks; c++)
-        if (lane % 4 == 0 && chunk + c < items.n_chunks) to[c * kPanelRows] = d[c][0], to[c * kPanelRows + 8] = d[c][2];
-      __syncwarp();
-      if (lane == 0) ring.free(items.at, kArrivals);
-      items.next(ring);
-    }
+  while (end < share.n_panels) {
+    begin = end;
+    end = min(begin + round_panels, share.n_panels);
     meet();
-    finish_round(t, m, hand, share, begin, end, f);
-    if (begin == 0) settle();
-    if (end < share.n_panels) meet();
+    o = output_of(t, m, hand, share, begin);
+    finishes = hand.warp() * 2 * unit_panels < end - begin;
+    sum_items<W>(t, ring, items, begin, end, share.first_panel, sums, o.stride, lane, right, groups);
+    meet();
+    if (finishes) finish<W::kInt8>(o, t, hand, kind);
   }
 }
 
@@ -353,19 +366,17 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
     meet();
     return settle();
   }
-  const int own = hand.thread / kPanelRows * t.unit_panels;
-  Finish f = begin_finish(t, hand, (share.first_panel + own) * kPanelRows + hand.thread % kPanelRows, own < share.n_panels);
   const int warp = __shfl_sync(0xffffffffu, hand.warp(), 0);
   Items items = {0, warp, t.n_items, t.n_chunks, t.n_blocks, base};
   items.at.advance(warp, ring.n_slots);
   items.wrap();
   base.advance(share.n_panels * items.n_items, ring.n_slots);
   if (t.weight.dtype == TL_BF16)
-    run_share<FloatWeights<Bf16>>(t, m, hand, ring, share, items, f, settle);
+    run_share<FloatWeights<Bf16>>(t, m, hand, ring, share, items, settle);
   else if (t.weight.dtype == TL_INT8)
-    run_share<Int8Weights>(t, m, hand, ring, share, items, f, settle);
+    run_share<Int8Weights>(t, m, hand, ring, share, items, settle);
   else
-    run_share<FloatWeights<F16>>(t, m, hand, ring, share, items, f, settle);
+    run_share<FloatWeights<F16>>(t, m, hand, ring, share, items, settle);
 }
 
 #endif
