@@ -282,14 +282,18 @@ TL_DEVICE Flagged load_flagged(const void *from) {
   asm volatile("{\n.reg .b128 w;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {%0, %1}, w;\n}" : "=l"(w.data), "=l"(w.flag) : "l"(from) : "memory");
   return w;
 }
-// The first `count` of n words, word i from at(i), once all have the flag; the rest are 0. (What is set on some paths only would be live, in a
-// register, ever since the kernel began.)
+// The first `count` of n words, word i from at(i): asked for; and then, once all have the flag, there. The rest are 0. (What is set on some
+// paths only would be live, in a register, ever since the kernel began.)
 template <int n, class At>
-TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
-  Flagged w[n] = {};
+TL_DEVICE void ask_words(Flagged (&w)[n], int count, const At &at) {
 #pragma unroll
-  for (int i = 0; i < n; i++)
+  for (int i = 0; i < n; i++) {
+    w[i] = {0, 0};
     if (i < count) w[i] = load_flagged(at(i));
+  }
+}
+template <int n, class At>
+TL_DEVICE void await_words(uint64_t (&data)[n], Flagged (&w)[n], int count, uint64_t flag, const At &at) {
   for (bool missing = true; missing;) {
     missing = false;
 #pragma unroll
@@ -301,6 +305,12 @@ TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const 
   }
 #pragma unroll
   for (int i = 0; i < n; i++) data[i] = w[i].data;
+}
+template <int n, class At>
+TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
+  Flagged w[n];
+  ask_words(w, count, at);
+  await_words(data, w, count, flag, at);
 }
 // What this thread wrote to shared memory comes before bulk copies to it that are asked for later.
 TL_DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -14,20 +14,37 @@ TL_DEVICE uint4 round_quads(int dtype, const float4 &a, const float4 &b) {
   return make_uint4(pack_pair(dtype, a.x, a.y), pack_pair(dtype, a.z, a.w), pack_pair(dtype, b.x, b.y), pack_pair(dtype, b.z, b.w));
 }
 
+// A warp's head of the row: its words, asked for before all else.
+struct HeadWords {
+  int head;  // among all of q, k and v
+  int part;  // below 0: q, 0: k, 1: v
+  const uint8_t *from;  // NULL: it is in memory alone
+  int count;
+  Flagged word[kStepPairs];
+};
+TL_DEVICE void ask_head(HeadWords &h, const StepAttention &t, const AttentionShape &shape, const Unit &u, const Handover &hand, int index, bool exists) {
+  const int n_pairs = shape.head_pad / 2, lane = hand.lane();
+  h.part = index - u.n_queries;
+  h.head = h.part < 0 ? u.first_head + index : shape.n_kv_heads * shape.group + h.part * shape.n_kv_heads + u.kv_head;
+  h.from = t.qkv.words ? t.qkv.words + (h.head * n_pairs + lane) * 16 : nullptr;
+  h.count = h.from && exists ? (lane < n_pairs) + (lane + 32 < n_pairs) : 0;
+  static_assert(kStepPairs == 2, "the words of two pairs");
+  ask_words(h.word, h.count, [&](int j) { return h.from + j * 512; });
+}
+
 // The heads of the row: q to the tile; where this CTA has the row's own chunk also k and v, kept beside the page they go to. The numbers are
 // finish_head's; all that a lane needs besides the head's words is in registers before they come.
 template <class Kv>
-TL_DEVICE void place_heads(const StepAttention &t, const Unit &u, const AttentionMemory &m, const Handover &hand, int page, int slot, bool owns) {
+TL_DEVICE void place_heads(const StepAttention &t, const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand,
+                           HeadWords &h, int page, int slot, int n_heads) {
   const PlaceArgs &p = t.attend.place;
-  const int head_pad = p.kv.head_pad, lane = hand.lane(), n_pairs = head_pad / 2, half = p.rotary_dim / 2, head_dim = p.head_dim;
-  const uint8_t *const words = t.qkv.words;
+  const int head_pad = shape.head_pad, lane = hand.lane(), n_pairs = head_pad / 2, half = p.rotary_dim / 2, head_dim = shape.head_dim;
   const uint64_t flag = hand.flag - t.qkv.back;
   const float eps = p.eps;
   float *raw = m.raw(), *v = m.head();
 #pragma unroll 1
-  for (int i = hand.warp(); i < u.n_queries + (owns ? 2 : 0); i += kWarps) {
-    const int part = i - u.n_queries;  // below 0: q, 0: k, 1: v
-    const int head = part < 0 ? u.first_head + i : p.n_heads + part * p.n_kv_heads + u.kv_head;
+  for (int i = hand.warp(); i < n_heads;) {
+    const int part = h.part;
     const float *norm = part > 0 || p.qk_norm == TL_QK_NORM_NONE ? nullptr : part ? p.q_norm : p.k_norm;
     PairIndex at[kStepPairs];
     float2 angle[kStepPairs], weight[kStepPairs], x[kStepPairs];
@@ -43,19 +60,16 @@ TL_DEVICE void place_heads(const StepAttention &t, const Unit &u, const Attentio
     }
     const int dim = lane * 8;
     uint8_t *const to = part < 0 ? nullptr : part ? v_of(p.kv, page, u.kv_head) : k_of(p.kv, page, u.kv_head);
-    const float *memory = raw_head(p, 0, head);
-    if (words) {
+    if (h.from) {
       uint64_t word[kStepPairs];
-      const uint8_t *from = words + (head * n_pairs + lane) * 16;
-      await_words(word, exists[kStepPairs - 1] ? 2 : exists[0], flag, [&](int j) { return from + j * 512; });
-      static_assert(kStepPairs == 2, "the words of two pairs");
+      await_words(word, h.word, h.count, flag, [&](int j) { return h.from + j * 512; });
 #pragma unroll
       for (int j = 0; j < kStepPairs; j++)
         if (exists[j]) ((float2 *)raw)[lane + 32 * j] = make_float2(low_float(word[j]), high_float(word[j]));
     } else {
 #pragma unroll
       for (int j = 0; j < kStepPairs; j++)
-        if (exists[j]) ((float2 *)raw)[lane + 32 * j] = ((const float2 *)memory)[lane + 32 * j];
+        if (exists[j]) ((float2 *)raw)[lane + 32 * j] = ((const float2 *)raw_head(p, 0, h.head))[lane + 32 * j];
     }
     __syncwarp();
 #pragma unroll
@@ -87,6 +101,9 @@ TL_DEVICE void place_heads(const StepAttention &t, const Unit &u, const Attentio
         }
       }
     }
+    i += kWarps;
+    if (i >= n_heads) break;
+    ask_head(h, t, shape, u, hand, i, true);
     __syncwarp();
   }
 }
@@ -97,7 +114,6 @@ TL_DEVICE void insert_own(shared_t k, shared_t v, const AttentionMemory &m, int 
   if (dim < head_pad) {
     store_shared16(k + k_index(slot, dim) * 2, m.new_kv(0)[lane]);
     store_shared16(v + v_index(slot, dim) * 2, m.new_kv(1)[lane]);
-    fence_bulk_copies();
   }
   __syncwarp();
 }
@@ -137,30 +153,45 @@ TL_DEVICE void find_chunk(TeamChunk &c, const Unit &u, const AttentionMemory &m,
   c.to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
 }
 
-// What all chunks of an attention have in common.
-struct ChunkShape {
-  int head_pad, k_nbytes, n_queries, query_bytes;
+// What a thread needs for any chunk of a unit: found before the queries are there.
+struct TeamLane {
+  int lane, w, barrier;  // w: which warp of the team
+  int head_pad, k_nbytes, query_bytes;
   float scale;
+  bool many, exists[2];  // whether the tile's lower half has queries; whether this lane's queries are there
+  shared_t q;
+  float *top;            // where this lane's maximum goes; the other warp's
+  const float *other_top;
+  uint4 *p;
 };
+TL_DEVICE TeamLane lane_of(const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand, float scale) {
+  const int lane = hand.lane(), w = hand.warp() % kWarpsOfTeam;
+  float *const top = m.top() + lane / 4;
+  static_assert(kWarpsOfTeam == 2, "the other warp has the other maximum");
+  return {lane, w, kTaskBarrier + 1 + hand.warp() / kWarpsOfTeam, shape.head_pad, shape.k_nbytes, u.query_bytes, scale,
+          u.n_queries > 8, {lane / 4 < u.n_queries, lane / 4 + 8 < u.n_queries}, shared_of(m.q()) + lane * 16,
+          top + w * kTileQueries, top + (1 - w) * kTileQueries, m.p() + lane};
+}
 
 // A chunk's state for all queries of the unit, to whoever merges it. By a team.
 template <class Kv>
-TL_DEVICE void attend_chunk(const ChunkShape &shape, const AttentionMemory &m, const Handover &hand, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos) {
-  const int w = hand.warp() % kWarpsOfTeam, lane = hand.lane(), team_barrier = kTaskBarrier + 1 + hand.warp() / kWarpsOfTeam, head_pad = shape.head_pad;
-  const bool many = shape.n_queries > 8;  // the tile's lower half has queries, too
-  const float scale = shape.scale;
-  float s[kPagesOfWarp][2][4], top[2] = {0.0f, 0.0f}, *const tops = m.top();
-  uint4 *const ps = m.p() + lane;
+TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos) {
+  const int w = me.w, lane = me.lane;
+  bool inserted = false;
+  float s[kPagesOfWarp][2][4], top[2] = {0.0f, 0.0f};
   shared_t k[kPagesOfWarp];
 #pragma unroll
   for (int j = 0; j < kPagesOfWarp; j++) {
     const int slot = pos - (c.first + j * TL_PAGE_POSITIONS);
     k[j] = shared_of(m.zeros());
     if (c.reads(w * kPagesOfWarp + j)) k[j] = ring.wait(c.own[j]);
-    if (slot >= 0 && slot < TL_PAGE_POSITIONS) insert_own(k[j], k[j] + shape.k_nbytes, m, lane, head_pad, slot);
+    if (slot >= 0 && slot < TL_PAGE_POSITIONS) {
+      insert_own(k[j], k[j] + me.k_nbytes, m, lane, me.head_pad, slot);
+      inserted = true;
+    }
     k[j] += lane * 16;
   }
-  score_pages<Kv, kPagesOfWarp>(s, shared_of(m.q()) + lane * 16, k, head_pad / 16);
+  score_pages<Kv, kPagesOfWarp>(s, me.q, k, me.head_pad / 16);
   if (!c.is_whole)
 #pragma unroll
     for (int j = 0; j < kPagesOfWarp; j++) {
@@ -169,38 +200,28 @@ TL_DEVICE void attend_chunk(const ChunkShape &shape, const AttentionMemory &m, c
     }
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    if (h && !many) break;
+    if (h && !me.many) break;
     top[h] = row_maximum<Kv>(lane_maximum<Kv>(s, h));
-    if (lane % 4 == 0) tops[w * kTileQueries + lane / 4 + 8 * h] = top[h];
+    if (lane % 4 == 0) me.top[8 * h] = top[h];
   }
-  sync_threads(team_barrier, kWarpsOfTeam * 32);
+  sync_threads(me.barrier, kWarpsOfTeam * 32);
 #pragma unroll
   for (int h = 0; h < 2; h++)
-    if (!h || many) top[h] = chunk_maximum<Kv>(larger<Kv>(top[h], tops[(1 - w) * kTileQueries + lane / 4 + 8 * h]), scale);
-  static_assert(kWarpsOfTeam == 2, "the other warp has the other maximum");
+    if (!h || me.many) top[h] = chunk_maximum<Kv>(larger<Kv>(top[h], me.other_top[8 * h]), me.scale);
   uint32_t p[kPagesOfChunk][4];
 #pragma unroll
   for (int j = 0; j < kPagesOfWarp; j++) {
-    soften_page<Kv>(p[j], s[j], top, scale);
-    ps[(w * kPagesOfWarp + j) * 32] = make_uint4(p[j][0], p[j][1], p[j][2], p[j][3]);
+    soften_page<Kv>(p[j], s[j], top, me.scale);
+    me.p[(w * kPagesOfWarp + j) * 32] = make_uint4(p[j][0], p[j][1], p[j][2], p[j][3]);
   }
-  sync_threads(team_barrier, kWarpsOfTeam * 32);
+  sync_threads(me.barrier, kWarpsOfTeam * 32);
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk; j++) {
-    const uint4 four = ps[j * 32];
+    const uint4 four = me.p[j * 32];
     p[j][0] = four.x, p[j][1] = four.y, p[j][2] = four.z, p[j][3] = four.w;
   }
-  const bool exists[2] = {lane / 4 < shape.n_queries, lane / 4 + 8 < shape.n_queries};
-  if (w) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if (h && !many) break;
-      const float l = sum_of_p<Kv>(p, h);
-      if (exists[h] && lane % 4 == 0) store_flagged(c.to + h * 8 * shape.query_bytes, two_floats(top[h], l), c.flag);
-    }
-  }
 #pragma unroll 2
-  for (int b = w; b < head_pad / 16; b += kWarpsOfTeam) {
+  for (int b = w; b < me.head_pad / 16; b += kWarpsOfTeam) {
     float o[2][4];
     shared_t block[kPagesOfChunk];
 #pragma unroll
@@ -209,11 +230,20 @@ TL_DEVICE void attend_chunk(const ChunkShape &shape, const AttentionMemory &m, c
     uint8_t *word = c.to + (1 + b * 8 + lane % 4) * 16;
 #pragma unroll
     for (int h = 0; h < 2; h++) {  // rows lane / 4 and lane / 4 + 8, dims eight and eight
-      if (!exists[h]) continue;
-      store_flagged(word + h * 8 * shape.query_bytes, two_floats(o[0][2 * h], o[0][2 * h + 1]), c.flag);
-      store_flagged(word + h * 8 * shape.query_bytes + 64, two_floats(o[1][2 * h], o[1][2 * h + 1]), c.flag);
+      if (!me.exists[h]) continue;
+      store_flagged(word + h * 8 * me.query_bytes, two_floats(o[0][2 * h], o[0][2 * h + 1]), c.flag);
+      store_flagged(word + h * 8 * me.query_bytes + 64, two_floats(o[1][2 * h], o[1][2 * h + 1]), c.flag);
     }
   }
+  if (w) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (h && !me.many) break;
+      const float l = sum_of_p<Kv>(p, h);
+      if (me.exists[h] && lane % 4 == 0) store_flagged(c.to + h * 8 * me.query_bytes, two_floats(top[h], l), c.flag);
+    }
+  }
+  if (inserted) fence_bulk_copies();  // the slots are copied to next
   __syncwarp();
   if (lane < c.read.n) ring.free(c.freed, 1);
 }
@@ -247,7 +277,10 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     const bool is_first = index == cta.unit;
     const Unit u = is_first ? plan->unit : unit_of(shape, index, cta.rank, states);
     const MergeShare share = is_first ? plan->share : merge_share(shape, u);
-    const ChunkShape of_chunks = {shape.head_pad, shape.k_nbytes, u.n_queries, u.query_bytes, scale};
+    const int n_heads = u.n_queries + (owns ? 2 : 0);
+    HeadWords head;
+    ask_head(head, t, shape, u, hand, hand.warp(), hand.warp() < n_heads);
+    const TeamLane me = lane_of(shape, u, m, hand, scale);
     // A team's next chunk: one of the CTA's first kTeamsOfCta, and every kTeamsOfCta-th from there on.
     TeamChunk c = {};
     int chunk = chunks.first + cta.rank;
@@ -259,7 +292,7 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk);
     const Quad first_quad = quad_of(t, shape, u, share.first + hand.warp());
     if (!is_first) meet();  // no one reads the unit before any more
-    place_heads<Kv>(t, u, m, hand, page, pos % TL_PAGE_POSITIONS, owns);
+    place_heads<Kv>(t, shape, u, m, hand, head, page, pos % TL_PAGE_POSITIONS, n_heads);
     meet();
 #pragma unroll 1
     for (int begin = chunks.first; begin < chunks.end;) {
@@ -267,7 +300,7 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
       // A team that waits for a chunk has read the one kTeamsOfCta before: the ring holds as many, so no slot is two uses behind.
 #pragma unroll 1
       while (chunk < end) {
-        attend_chunk<Kv>(of_chunks, m, hand, ring, c, keys, pos);
+        attend_chunk<Kv>(me, m, ring, c, keys, pos);
         skip(kTeamsOfCta);
         if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk);
       }

@@ -111,7 +111,8 @@ struct Total {
   float m, l, o;
 };
 
-// Merges the span's chunks begin .. end - 1 of a quad into its total. By a warp: lanes are chunks, then the first four are the dims.
+// Merges the span's chunks begin .. end - 1 of a quad into its total. By a warp: lanes are chunks, then the first four are the dims. A chunk
+// that is not there changes nothing, no zero's sign either: 1 x + 0 (-0).
 TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover &hand, const Quad &quad, int chunk_bytes, int begin, int end) {
   const int lane = hand.lane(), span = begin / kSpanChunks * kSpanChunks;
   float4 *const state = m.state(), *const o = m.o();
@@ -135,7 +136,7 @@ TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover
     }
     const float left = __shfl_up_sync(0xffffffffu, top[i], 1, TL_CHUNK_GROUP);
     const MergeFactors f = merge_factors(lane % TL_CHUNK_GROUP ? left : kMasked, own);
-    state[at] = make_float4(high_float(word[0]), f.earlier, f.later, 0.0f);
+    state[at] = alive ? make_float4(high_float(word[0]), f.earlier, f.later, 0.0f) : make_float4(0.0f, 1.0f, -0.0f, 0.0f);
     o[at] = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
   }
   __syncwarp();
@@ -158,7 +159,6 @@ TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover
         for (int j = 0; j < 8; j++) factors[j] = s[c + j], values[j] = x[4 * (c + j)];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-          if (first + c + j < begin || first + c + j >= end) continue;
           l = merge_value(l, factors[j].x, {factors[j].y, factors[j].z});
           sum = merge_value(sum, values[j], {factors[j].y, factors[j].z});
         }

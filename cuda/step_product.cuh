@@ -45,17 +45,42 @@ TL_DEVICE void read_quads(float4 (&v)[kStepQuads], const Handover &hand, const f
   for (int j = 0; j < kStepQuads; j++) v[j] = hand.quad(j) < n ? *(const float4 *)(p + hand.quad(j)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
+TL_DEVICE const uint8_t *quad_word(const uint8_t *from, int i) { return from + i / 2 * (kThreads * 32) + i % 2 * 16; }
+TL_DEVICE float4 quad_of(const uint64_t *word) { return make_float4(low_float(word[0]), high_float(word[0]), low_float(word[1]), high_float(word[1])); }
+
 // A thread's quads of a row of floats: from words of two floats each, or from memory.
 TL_DEVICE void take_quads(float4 (&v)[kStepQuads], const Handover &hand, const Channel &c, const float *p, int n) {
   if (!c.words) return read_quads(v, hand, p, n);
   uint64_t data[2 * kStepQuads];
   const uint8_t *from = c.words + hand.thread * 32;
-  const int mine = hand.quad(1) < n ? 4 : hand.quad(0) < n ? 2 : 0;
-  static_assert(kStepQuads == 2, "two quads are four words");
-  await_words(data, mine, hand.flag - c.back, [&](int i) { return from + i / 2 * (kThreads * 32) + i % 2 * 16; });
+  await_words(data, hand.quad(1) < n ? 4 : hand.quad(0) < n ? 2 : 0, hand.flag - c.back, [&](int i) { return quad_word(from, i); });
 #pragma unroll
-  for (int j = 0; j < kStepQuads; j++)
-    v[j] = make_float4(low_float(data[2 * j]), high_float(data[2 * j]), low_float(data[2 * j + 1]), high_float(data[2 * j + 1]));
+  for (int j = 0; j < kStepQuads; j++) v[j] = quad_of(data + 2 * j);
+}
+
+// The words that a thread takes of a product's row: those of its quads, or of an operand, four columns each. Asked for before all else of
+// the task; they may not be there yet. Both have their third word at the same place, so that one piece of code asks for either.
+struct RowWords {
+  static constexpr int kMost = 6;
+  const uint8_t *from;  // NULL: they are in memory alone
+  uint64_t flag;
+  int count, second, fourth;  // where these are
+  Flagged word[kMost];
+  TL_DEVICE_MEMBER const uint8_t *at(int i) const {
+    return from + (i == 1 ? second : i == 3 ? fourth : i * (kThreads * 16));
+  }
+};
+TL_DEVICE void ask_row(RowWords &r, const StepProduct &t, const Handover &hand) {
+  const bool quads = t.n_ops;
+  const uint8_t *words = quads ? t.op[0].channel.words : t.operand.words;
+  const int left = t.n_blocks * 4 - hand.thread;  // of an operand: of kThreads, this thread's among them
+  r.from = words ? words + hand.thread * (quads ? 32 : 16) : nullptr;
+  r.flag = hand.flag - (quads ? t.op[0].channel.back : t.operand.back);
+  r.count = !words ? 0 : !quads ? (left + kThreads - 1) / kThreads : hand.quad(1) < t.dim ? 4 : hand.quad(0) < t.dim ? 2 : 0;
+  r.second = quads ? 16 : kThreads * 16;
+  r.fourth = 2 * kThreads * 16 + r.second;
+  static_assert(kStepQuads == 2, "two quads are four words");
+  ask_words(r.word, r.count, [&](int i) { return r.at(i); });
 }
 
 TL_DEVICE void hand_quads(const Handover &hand, const Channel &c, const float4 (&v)[kStepQuads], int n) {
@@ -95,11 +120,9 @@ TL_DEVICE void norm_row(float4 (&v)[kStepQuads], const float4 (&weight)[kStepQua
 // The row program, to the operand in shared memory. What it may read early it reads first: weights of norms, a row that is added, what is
 // appended.
 template <class Op>
-TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const Handover &hand) {
+TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const Handover &hand, RowWords &row) {
   const int n = t.dim, early = t.early, n_in = t.tail ? 2 * n : n;
   const float eps = t.eps, per_value = reciprocal((float)n);
-  const Channel from = t.op[0].channel;
-  const float *const memory = t.op[0].p;
   float4 weight[kEarlyNorms][kStepQuads], v[kStepQuads], other[kStepQuads] = {};
   uint32_t *to[kStepQuads], kinds = t.kinds;
   int n_norms = 0;
@@ -115,7 +138,14 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
       if (to[j]) put_quad<Op>(four_at(m.operand, n + hand.quad(j)), v[j]);
   }
   if (early) take_quads(other, hand, t.op[early].channel, t.op[early].p, n);
-  take_quads(v, hand, from, memory, n);
+  if (row.from) {
+    uint64_t data[RowWords::kMost];
+    await_words(data, row.word, row.count, row.flag, [&](int i) { return row.at(i); });
+#pragma unroll
+    for (int j = 0; j < kStepQuads; j++) v[j] = quad_of(data + 2 * j);
+  } else {
+    read_quads(v, hand, t.op[0].p, n);
+  }
 #pragma unroll 1
   for (int o = 1; kinds; o++, kinds >>= kKindBits) {
     const int kind = kinds % (1 << kKindBits);
@@ -141,26 +171,28 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
     if (to[j]) put_quad<Op>(to[j], v[j]);
 }
 
-// The operand that an earlier task left: words of four columns.
-TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Handover &hand) {
-  const int n = t.n_blocks * 4;  // words
-  const uint8_t *words = t.operand.words;
-  if (!words) {
+// The operand that an earlier task left.
+TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Handover &hand, RowWords &row) {
+  if (!row.from) {
 #pragma unroll 2
-    for (int i = hand.thread * 16; i < n * 8; i += kThreads * 16) *(uint4 *)(m.operand + i) = *(const uint4 *)((const uint8_t *)t.source + i);
+    for (int i = hand.thread * 16; i < t.n_blocks * 32; i += kThreads * 16) *(uint4 *)(m.operand + i) = *(const uint4 *)((const uint8_t *)t.source + i);
     return;
   }
-  constexpr int kAtOnce = 6;
-  const uint64_t flag = hand.flag - t.operand.back;
   uint32_t *to = four_at(m.operand, hand.thread * 4);
+  const int n = row.count;
 #pragma unroll 1
-  for (int i = hand.thread; i < n; i += kThreads * kAtOnce, to += kThreads * kAtOnce * 2) {
-    uint64_t data[kAtOnce];
-    const int mine = (n - i + kThreads - 1) / kThreads;
-    await_words(data, mine, flag, [&](int j) { return words + (i + j * kThreads) * 16; });
+  for (int done = 0;;) {
+    uint64_t data[RowWords::kMost];
+    await_words(data, row.word, row.count, row.flag, [&](int i) { return row.at(i); });
 #pragma unroll
-    for (int j = 0; j < kAtOnce; j++)
-      if (j < mine) put_four(to + j * kThreads * 2, (uint32_t)data[j], (uint32_t)(data[j] >> 32));
+    for (int i = 0; i < RowWords::kMost; i++)
+      if (i < row.count) put_four(to + i * kThreads * 2, (uint32_t)data[i], (uint32_t)(data[i] >> 32));
+    done += RowWords::kMost;
+    if (done >= n) return;
+    row.from += RowWords::kMost * kThreads * 16;
+    row.count = n - done;
+    to += RowWords::kMost * kThreads * 2;
+    ask_words(row.word, row.count, [&](int i) { return row.at(i); });
   }
 }
 
@@ -329,7 +361,7 @@ TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, i
 // The CTA's share of a product, its weights of type W. `settle` is called when all threads are in this task.
 template <class W, class Settle>
 TL_DEVICE void run_share(const StepProduct &t, const StepMemory &m, const Handover &hand, const Ring &ring, const CtaShare &share, Items &items,
-                         const Settle &settle) {
+                         RowWords &row, const Settle &settle) {
   const int lane = hand.lane(), round_panels = t.round_panels, unit_panels = t.unit_panels, kind = t.epilogue.kind;
   const bool groups = W::kInt8 && t.weight.group_size;
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
@@ -338,9 +370,9 @@ TL_DEVICE void run_share(const StepProduct &t, const StepMemory &m, const Handov
   int begin = 0, end = min(round_panels, share.n_panels);
   bool finishes = hand.warp() * 2 * unit_panels < end;  // this warp, which has two units
   if (t.n_ops)
-    run_step_program<typename W::Op>(t, m, hand);
+    run_step_program<typename W::Op>(t, m, hand, row);
   else
-    take_operand(t, m, hand);
+    take_operand(t, m, hand, row);
   meet();
   sum_items<W>(t, ring, items, 0, end, share.first_panel, sums, o.stride, lane, right, groups);
   meet();
@@ -366,17 +398,19 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
     meet();
     return settle();
   }
+  RowWords row;
+  ask_row(row, t, hand);
   const int warp = __shfl_sync(0xffffffffu, hand.warp(), 0);
   Items items = {0, warp, t.n_items, t.n_chunks, t.n_blocks, base};
   items.at.advance(warp, ring.n_slots);
   items.wrap();
   base.advance(share.n_panels * items.n_items, ring.n_slots);
   if (t.weight.dtype == TL_BF16)
-    run_share<FloatWeights<Bf16>>(t, m, hand, ring, share, items, settle);
+    run_share<FloatWeights<Bf16>>(t, m, hand, ring, share, items, row, settle);
   else if (t.weight.dtype == TL_INT8)
-    run_share<Int8Weights>(t, m, hand, ring, share, items, settle);
+    run_share<Int8Weights>(t, m, hand, ring, share, items, row, settle);
   else
-    run_share<FloatWeights<F16>>(t, m, hand, ring, share, items, settle);
+    run_share<FloatWeights<F16>>(t, m, hand, ring, share, items, row, settle);
 }
 
 #endif

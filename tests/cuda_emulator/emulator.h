@@ -382,14 +382,24 @@ struct Flagged {
 };
 inline Flagged load_flagged(const void *from) { return *(const Flagged *)from; }
 template <int n, class At>
-void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
+void ask_words(Flagged (&w)[n], int count, const At &at) {
+  for (int i = 0; i < n; i++) w[i] = i < count ? load_flagged(at(i)) : Flagged{0, 0};
+}
+template <int n, class At>
+void await_words(uint64_t (&data)[n], Flagged (&w)[n], int count, uint64_t flag, const At &at) {
   for (int i = 0; i < n; i++) {
-    data[i] = 0;
-    if (i >= count) continue;
+    data[i] = w[i].data;
+    if (i >= count || w[i].flag == flag) continue;
     const uint64_t *word = (const uint64_t *)at(i);
     emulator::wait_for(word + 1, flag);
     data[i] = *word;
   }
+}
+template <int n, class At>
+void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
+  Flagged w[n];
+  ask_words(w, count, at);
+  await_words(data, w, count, flag, at);
 }
 inline void fence_bulk_copies() {}
 inline int thread_now() { return (int)threadIdx.x; }
