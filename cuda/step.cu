@@ -14,6 +14,7 @@
 // kept once, and rows that differ by where their state lies share them. Where no more kinds fit, kernels run one by one.
 #include "step.cuh"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -37,7 +38,7 @@ struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots;
+  int32_t n_slots, in_flight;
   AttentionShape shape;
   int32_t n_angles;  // cosines and sines of the row's position, where attention has them in shared memory
   const float *cos, *sin;
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   __syncthreads();
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
-    if (threadIdx.x == kThreads) stream_step(a, {ring, pass_policy(), {}}, held, cta, pos, tables);
+    if (threadIdx.x == kThreads) stream_step(a, {ring, a.in_flight, pass_policy(), {}, {}}, held, cta, pos, tables);
     return;
   }
 
@@ -361,6 +362,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   for (int32_t *offset : {&a.tasks_at, &a.operand_at, &a.partial_at, &a.attention_at}) *offset += ring;
   a.tasks = placed(context, plan, program.tasks);
   if (!a.tasks) return false;
+  a.in_flight = getenv("TL_DEPTH") ? atoi(getenv("TL_DEPTH")) : 6;
   a.order = program.order;
   for (const StepPart &part : parts)
     if (part.attends) a.rows = part.attend.place.rows;

@@ -58,19 +58,19 @@ TL_DEVICE void take_quads(float4 (&v)[kStepQuads], const Handover &hand, const C
   for (int j = 0; j < kStepQuads; j++) v[j] = quad_of(data + 2 * j);
 }
 
-// The words that a thread takes of a product's row: those of its quads, or of an operand, four columns each. Asked for before all else of
-// the task; they may not be there yet. Both have their third word at the same place, so that one piece of code asks for either.
+// The words that a thread takes of a product's row: those of its quads, or of an operand, four columns each. Both have their third word at
+// the same place, so that one piece of code asks for either.
 struct RowWords {
   static constexpr int kMost = 6;
   const uint8_t *from;  // NULL: they are in memory alone
   uint64_t flag;
   int count, second, fourth;  // where these are
-  Flagged word[kMost];
   TL_DEVICE_MEMBER const uint8_t *at(int i) const {
     return from + (i == 1 ? second : i == 3 ? fourth : i * (kThreads * 16));
   }
 };
-TL_DEVICE void ask_row(RowWords &r, const StepProduct &t, const Handover &hand) {
+TL_DEVICE RowWords row_of(const StepProduct &t, const Handover &hand) {
+  RowWords r;
   const bool quads = t.n_ops;
   const uint8_t *words = quads ? t.op[0].channel.words : t.operand.words;
   const int left = t.n_blocks * 4 - hand.thread;  // of an operand: of kThreads, this thread's among them
@@ -80,7 +80,7 @@ TL_DEVICE void ask_row(RowWords &r, const StepProduct &t, const Handover &hand) 
   r.second = quads ? 16 : kThreads * 16;
   r.fourth = 2 * kThreads * 16 + r.second;
   static_assert(kStepQuads == 2, "two quads are four words");
-  ask_words(r.word, r.count, [&](int i) { return r.at(i); });
+  return r;
 }
 
 TL_DEVICE void hand_quads(const Handover &hand, const Channel &c, const float4 (&v)[kStepQuads], int n) {
@@ -140,7 +140,7 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
   if (early) take_quads(other, hand, t.op[early].channel, t.op[early].p, n);
   if (row.from) {
     uint64_t data[RowWords::kMost];
-    await_words(data, row.word, row.count, row.flag, [&](int i) { return row.at(i); });
+    await_words(data, row.count, row.flag, [&](int i) { return row.at(i); });
 #pragma unroll
     for (int j = 0; j < kStepQuads; j++) v[j] = quad_of(data + 2 * j);
   } else {
@@ -183,7 +183,7 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
 #pragma unroll 1
   for (int done = 0;;) {
     uint64_t data[RowWords::kMost];
-    await_words(data, row.word, row.count, row.flag, [&](int i) { return row.at(i); });
+    await_words(data, row.count, row.flag, [&](int i) { return row.at(i); });
 #pragma unroll
     for (int i = 0; i < RowWords::kMost; i++)
       if (i < row.count) put_four(to + i * kThreads * 2, (uint32_t)data[i], (uint32_t)(data[i] >> 32));
@@ -192,7 +192,6 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
     row.from += RowWords::kMost * kThreads * 16;
     row.count = n - done;
     to += RowWords::kMost * kThreads * 2;
-    ask_words(row.word, row.count, [&](int i) { return row.at(i); });
   }
 }
 
@@ -398,8 +397,7 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
     meet();
     return settle();
   }
-  RowWords row;
-  ask_row(row, t, hand);
+  RowWords row = row_of(t, hand);
   const int warp = __shfl_sync(0xffffffffu, hand.warp(), 0);
   Items items = {0, warp, t.n_items, t.n_chunks, t.n_blocks, base};
   items.at.advance(warp, ring.n_slots);

@@ -48,9 +48,16 @@ struct Ring {
 // What the streaming thread asks for, slot after slot.
 struct Requests {
   const Ring &ring;
+  int left;         // that may be asked for before any has arrived
   uint64_t policy;  // what is read once does not drive out what CTAs hand to each other
-  RingPlace at;
+  RingPlace at, arrives;  // where the next one goes, and which one must be there by then
   TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
+    if (left) {
+      left--;
+    } else {
+      barrier_wait(ring.full + arrives.slot * 8, arrives.parity);
+      arrives.advance(1, ring.n_slots);
+    }
     barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
     barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
     copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8, policy);
