@@ -14,7 +14,6 @@
 // kept once, and rows that differ by where their state lies share them. Where no more kinds fit, kernels run one by one.
 #include "step.cuh"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -31,6 +30,8 @@ namespace {
 constexpr int kStepThreads = kThreads + 128;  // and four warps, of which one streams; they give their registers to the others
 constexpr int kMinSlots = kTeamsOfCta * kPagesOfChunk, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;  // fewer do not pay
+// Slots that a CTA asks for before they are there. More would not make memory faster, but the words that CTAs wait for would queue behind them.
+constexpr int kInFlight = 5, kInFlightInt8 = 4;
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
 static_assert(kMinSlots >= kWarps, "see Ring");
 
@@ -39,6 +40,7 @@ struct StepArgs {
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
   int32_t n_slots, in_flight;
+  uint32_t slots_inverse;
   AttentionShape shape;
   int32_t n_angles;  // cosines and sines of the row's position, where attention has them in shared memory
   const float *cos, *sin;
@@ -57,12 +59,12 @@ TL_DEVICE const int32_t *table_of(const StepArgs &a, const int32_t *tables, cons
 // By one thread: all that the CTA reads of memory that no task of the step writes.
 TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing &held, const CtaPlace &cta, int pos, const int32_t *tables) {
   int task = 0, round = 0, asked = 0, asked_round = 0;
-  for (int n = 0; n < kTasksAhead && asked < a.order.n_tasks; n++) {
+  for (uint32_t n = 0; n < kTasksAhead && asked < a.order.n_tasks; n++) {
     held.request(n, a.tasks + asked);
     a.order.next(asked, asked_round);
   }
 #pragma unroll 1
-  for (int n = 0; task < a.order.n_tasks; n++) {
+  for (uint32_t n = 0; task < a.order.n_tasks; n++) {
     const StepTask &t = held.wait(n);
     if (!t.attends)
       request_weights(requests, t.product);
@@ -79,7 +81,7 @@ template <class Kv>
 __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   uint8_t *shared = shared_memory<uint8_t>();
   const TaskRing held(shared + a.tasks_at);
-  const Ring ring(shared_of(shared), a.n_slots);
+  const Ring ring(shared_of(shared), a.n_slots, a.slots_inverse);
   unsigned long long *step = (unsigned long long *)(shared + a.tasks_at + kTaskRingBytes);
   wait_for_previous_kernel();
   const bool attends = a.rows.pos;
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   RingPlace place;
   int task = 0, round = 0;
 #pragma unroll 1
-  for (int n = 0; task < a.order.n_tasks; n++) {
+  for (uint32_t n = 0; task < a.order.n_tasks; n++) {
     const StepTask &t = held.wait(n);
     // All threads are in this task, none reads the one before any more.
     const auto settle = [&] {
@@ -178,17 +180,20 @@ class Channels {
 
 // The row program, and where its rows come from. A row that is added may be read early where the task before did not leave it.
 void put_program(StepProduct &p, const RowProgram &program, int n, Channels &channels) {
-  p.dim = program.dim;
+  ProductHead &h = p.head;
+  h.dim = program.dim;
+  h.n_ops = program.n_ops;
+  h.row = channels.from(program.op[0].p, n);
+  p.source = program.op[0].p;
   p.eps = program.eps;
-  p.n_ops = program.n_ops;
   p.tail = program.tail;
-  for (int o = 0; o < program.n_ops; o++) {
+  for (int o = 1; o < program.n_ops; o++) {
     const RowOp &op = program.op[o];
     p.op[o] = {op.p, op.kind, kMemory};
+    h.kinds |= (uint32_t)op.kind << kKindBits * (o - 1);
     if (op.kind == kRowNorm && p.n_early_norms < kEarlyNorms) p.early_norm[p.n_early_norms++] = op.p;
     if (op.kind == kRowLoad || op.kind == kRowAdd) p.op[o].channel = channels.from(op.p, n);
-    if (op.kind == kRowAdd && !p.early && (!p.op[o].channel.words || p.op[o].channel.back > 1)) p.early = o;
-    if (o) p.kinds |= (uint32_t)op.kind << kKindBits * (o - 1);
+    if (op.kind == kRowAdd && !h.early && (!p.op[o].channel.words || p.op[o].channel.back > 1)) h.early = o;
   }
 }
 
@@ -196,27 +201,38 @@ StepTask product_of(const GemvArgs &g, int n, int n_ctas, Channels &channels) {
   StepTask task;
   memset((void *)&task, 0, sizeof task);  // compared byte by byte
   StepProduct &p = task.product;
+  ProductHead &h = p.head;
   const int n_units = g.weight.n_out / kPanelRows / g.unit_panels;
-  p.unit_panels = g.unit_panels;
-  p.n_ctas = std::min(n_units, n_ctas);
-  p.units_each = n_units / p.n_ctas;
-  p.units_more = n_units % p.n_ctas;
-  p.n_blocks = pad16(g.weight.n_in) / 16;
-  p.n_chunks = (p.n_blocks * 16 + TL_K_CHUNK - 1) / TL_K_CHUNK;
+  h.unit_panels = g.unit_panels;
+  h.n_ctas = std::min(n_units, n_ctas);
+  h.units_each = n_units / h.n_ctas;
+  h.units_more = n_units % h.n_ctas;
+  h.n_blocks = pad16(g.weight.n_in) / 16;
+  h.n_chunks = (h.n_blocks * 16 + TL_K_CHUNK - 1) / TL_K_CHUNK;
   p.item_chunks = g.weight.dtype == TL_INT8 ? 2 : 1;
-  p.n_items = (p.n_chunks + p.item_chunks - 1) / p.item_chunks;
-  p.round_panels = std::min(p.units_each + (p.units_more > 0), kRoundUnits) * g.unit_panels;
+  h.n_items = (h.n_chunks + p.item_chunks - 1) / p.item_chunks;
+  h.items_inverse = inverse_of(h.n_items);
+  h.round_panels = std::min(h.units_each + (h.units_more > 0), kRoundUnits) * g.unit_panels;
+  h.dtype = g.weight.dtype;
+  h.groups = g.weight.dtype == TL_INT8 && g.weight.group_size;
+  h.kind = g.epilogue.kind;
+  h.act = g.epilogue.act;
+  h.out_dtype = g.epilogue.operand.dtype;
   p.weight = g.weight;
   p.bias = g.bias;
   p.epilogue = g.epilogue;
   // What it reads, before what it writes: a program may read the row that the product's outputs replace.
-  if (g.program.n_ops) put_program(p, g.program, n, channels);
-  p.source = g.program.n_ops ? nullptr : g.source.data;
-  p.operand = g.program.n_ops ? kMemory : channels.from(g.source.data, n);
-  p.addend = g.epilogue.kind == kAddToRows ? channels.from(g.epilogue.addend, n) : kMemory;
+  if (g.program.n_ops) {
+    put_program(p, g.program, n, channels);
+  } else {
+    h.row = channels.from(g.source.data, n);
+    p.source = g.source.data;
+  }
+  h.addend = g.epilogue.kind == kAddToRows ? channels.from(g.epilogue.addend, n) : kMemory;
   for (int o = 0; o < g.program.n_ops; o++)
     if (g.program.op[o].kind == kRowStore) p.op[o].channel = channels.to(g.program.op[o].p, n);
-  p.out = channels.to(g.epilogue.kind == kActivate ? g.epilogue.operand.data : g.epilogue.out, n);
+  h.out = g.epilogue.kind == kActivate ? g.epilogue.operand.data : g.epilogue.out;
+  h.words = channels.to(h.out, n).words;
   return task;
 }
 
@@ -344,8 +360,9 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.shape = shape_of(plan, n_ctas);
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
-      operand = std::max(operand, t.product.n_blocks * 32);
-      partial = std::max(partial, t.product.round_panels * sums_stride(t.product.n_chunks) * kPanelRows * 4);
+      if (t.product.head.dtype == TL_INT8) a.in_flight = kInFlightInt8;
+      operand = std::max(operand, t.product.head.n_blocks * 32);
+      partial = std::max(partial, t.product.head.round_panels * sums_stride(t.product.head.n_chunks) * kPanelRows * 4);
     }
   int at = 0;
   const auto take = [&at](int nbytes) { return std::exchange(at, at + round_up(nbytes, 128)); };
@@ -362,7 +379,8 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   for (int32_t *offset : {&a.tasks_at, &a.operand_at, &a.partial_at, &a.attention_at}) *offset += ring;
   a.tasks = placed(context, plan, program.tasks);
   if (!a.tasks) return false;
-  a.in_flight = getenv("TL_DEPTH") ? atoi(getenv("TL_DEPTH")) : 6;
+  a.slots_inverse = inverse_of(a.n_slots);
+  a.in_flight = kInFlight;
   a.order = program.order;
   for (const StepPart &part : parts)
     if (part.attends) a.rows = part.attend.place.rows;

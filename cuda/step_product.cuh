@@ -35,6 +35,16 @@ constexpr int kTaskBarrier = 1;  // of the kThreads that compute
 
 TL_DEVICE void meet() { sync_threads(kTaskBarrier, kThreads); }
 
+// Reads all of a struct in shared memory now: what the compiler puts off until it is needed waits for one load after another.
+template <class T>
+TL_DEVICE void load_at_once(T &value, const T &shared) {
+  static_assert(sizeof(T) % 16 == 0 && alignof(T) % 16 == 0, "in pieces of sixteen bytes");
+  uint4 piece[sizeof(T) / 16];
+#pragma unroll
+  for (int i = 0; i < (int)(sizeof(T) / 16); i++) piece[i] = load_shared16(shared_of(&shared) + i * 16);
+  memcpy((void *)&value, piece, sizeof value);
+}
+
 TL_DEVICE uint64_t two_floats(float a, float b) { return (uint64_t)float_bits(b) << 32 | float_bits(a); }
 TL_DEVICE float low_float(uint64_t word) { return bits_float((uint32_t)word); }
 TL_DEVICE float high_float(uint64_t word) { return bits_float((uint32_t)(word >> 32)); }
@@ -69,14 +79,14 @@ struct RowWords {
     return from + (i == 1 ? second : i == 3 ? fourth : i * (kThreads * 16));
   }
 };
-TL_DEVICE RowWords row_of(const StepProduct &t, const Handover &hand) {
-  RowWords r;
+TL_DEVICE RowWords row_of(const ProductHead &t, const Handover &hand) {
   const bool quads = t.n_ops;
-  const uint8_t *words = quads ? t.op[0].channel.words : t.operand.words;
   const int left = t.n_blocks * 4 - hand.thread;  // of an operand: of kThreads, this thread's among them
-  r.from = words ? words + hand.thread * (quads ? 32 : 16) : nullptr;
-  r.flag = hand.flag - (quads ? t.op[0].channel.back : t.operand.back);
-  r.count = !words ? 0 : !quads ? (left + kThreads - 1) / kThreads : hand.quad(1) < t.dim ? 4 : hand.quad(0) < t.dim ? 2 : 0;
+  const int n_quads = hand.quad(1) < t.dim ? 4 : hand.quad(0) < t.dim ? 2 : 0, n_operand = max(left + kThreads - 1, 0) / kThreads;
+  RowWords r;
+  r.from = t.row.words ? t.row.words + hand.thread * (quads ? 32 : 16) : nullptr;
+  r.flag = hand.flag - t.row.back;
+  r.count = quads ? n_quads : n_operand;
   r.second = quads ? 16 : kThreads * 16;
   r.fourth = 2 * kThreads * 16 + r.second;
   static_assert(kStepQuads == 2, "two quads are four words");
@@ -120,11 +130,11 @@ TL_DEVICE void norm_row(float4 (&v)[kStepQuads], const float4 (&weight)[kStepQua
 // The row program, to the operand in shared memory. What it may read early it reads first: weights of norms, a row that is added, what is
 // appended.
 template <class Op>
-TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const Handover &hand, RowWords &row) {
-  const int n = t.dim, early = t.early, n_in = t.tail ? 2 * n : n;
+TL_DEVICE void run_step_program(const StepProduct &t, const ProductHead &h, const StepMemory &m, const Handover &hand, RowWords &row) {
+  const int n = h.dim, early = h.early, n_in = t.tail ? 2 * n : n;
   const float eps = t.eps, per_value = reciprocal((float)n);
   float4 weight[kEarlyNorms][kStepQuads], v[kStepQuads], other[kStepQuads] = {};
-  uint32_t *to[kStepQuads], kinds = t.kinds;
+  uint32_t *to[kStepQuads], kinds = h.kinds;
   int n_norms = 0;
 #pragma unroll
   for (int i = 0; i < kEarlyNorms; i++) read_quads(weight[i], hand, t.early_norm[i], i < t.n_early_norms ? n : 0);
@@ -144,7 +154,7 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
 #pragma unroll
     for (int j = 0; j < kStepQuads; j++) v[j] = quad_of(data + 2 * j);
   } else {
-    read_quads(v, hand, t.op[0].p, n);
+    read_quads(v, hand, (const float *)t.source, n);
   }
 #pragma unroll 1
   for (int o = 1; kinds; o++, kinds >>= kKindBits) {
@@ -175,7 +185,7 @@ TL_DEVICE void run_step_program(const StepProduct &t, const StepMemory &m, const
 TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Handover &hand, RowWords &row) {
   if (!row.from) {
 #pragma unroll 2
-    for (int i = hand.thread * 16; i < t.n_blocks * 32; i += kThreads * 16) *(uint4 *)(m.operand + i) = *(const uint4 *)((const uint8_t *)t.source + i);
+    for (int i = hand.thread * 16; i < t.head.n_blocks * 32; i += kThreads * 16) *(uint4 *)(m.operand + i) = *(const uint4 *)((const uint8_t *)t.source + i);
     return;
   }
   uint32_t *to = four_at(m.operand, hand.thread * 4);
@@ -195,13 +205,11 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
   }
 }
 
-TL_DEVICE bool row_scaled(const Matrix &m) { return m.dtype == TL_INT8 && !m.group_size; }
-
 // What a thread needs to finish an output besides its sums: found before it waits for the row.
 struct Output {
   bool exists, has_bias;
   int stride;          // chunks that a row has room for among the sums, a multiple of four: those behind the last one are zero
-  const float *sums;   // of its chunks; of the panel after it, where gated, a panel further
+  float *sums;         // of its chunks; of the panel after it, where gated, a panel further
   float scale[2], bias[2], addend;
   uint8_t *words;      // that this thread hands on, or NULL
   uint32_t *operand;   // four columns, and NULL where others store them
@@ -212,43 +220,54 @@ struct Output {
 };
 
 // Of a unit of the round, and where its first panel is in the share.
-TL_DEVICE Output output_of(const StepProduct &t, const StepMemory &m, const Handover &hand, const CtaShare &share, int begin) {
+TL_DEVICE Output output_of(const StepProduct &t, const ProductHead &h, const StepMemory &m, const Handover &hand, const CtaShare &share, int begin) {
   Output o = {};
-  const int lane = hand.thread % kPanelRows, unit_panels = t.unit_panels, panel = hand.thread / kPanelRows * unit_panels;
-  const int output = (share.first_panel + begin + panel) * kPanelRows + lane, kind = t.epilogue.kind;
-  o.exists = panel < min(t.round_panels, share.n_panels - begin);
-  o.has_bias = t.bias;
-  o.stride = sums_stride(t.n_chunks);
-  float *sums = m.partial + (panel * kPanelRows + lane) * o.stride;
-  o.sums = o.exists ? sums : m.partial;
+  const int lane = hand.thread % kPanelRows, panel = hand.thread / kPanelRows * h.unit_panels;
+  const int output = (share.first_panel + begin + panel) * kPanelRows + lane;
+  o.exists = panel < min(h.round_panels, share.n_panels - begin);
+  o.stride = sums_stride(h.n_chunks);
+  o.sums = m.partial + (o.exists ? (panel * kPanelRows + lane) * o.stride : 0);
   o.scale[0] = o.scale[1] = 1.0f;
   if (!o.exists) return o;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    if (i >= unit_panels) break;
-    if (row_scaled(t.weight)) o.scale[i] = t.weight.scales[output + i * kPanelRows];
-    if (o.has_bias) o.bias[i] = t.bias[output + i * kPanelRows];
-    for (int c = t.n_chunks; c < o.stride; c++) sums[i * kPanelRows * o.stride + c] = 0.0f;
+  const bool gated = h.unit_panels == 2;
+  if (h.dtype == TL_INT8 && !h.groups) {
+    o.scale[0] = t.weight.scales[output];
+    if (gated) o.scale[1] = t.weight.scales[output + kPanelRows];
   }
-  uint8_t *const words = t.out.words;
-  if (kind == kActivate) {
-    const int column = unit_panels == 2 ? output / 32 * 16 + lane : output;
-    o.operand = lane % 4 ? nullptr : four_at(t.epilogue.operand.data, column);
-    o.words = words && lane % 4 == 0 ? words + column * 4 : nullptr;
+  if (t.bias) {
+    o.has_bias = true;
+    o.bias[0] = t.bias[output];
+    if (gated) o.bias[1] = t.bias[output + kPanelRows];
+  }
+  if (h.kind == kActivate) {
+    const int column = gated ? output / 32 * 16 + lane : output;
+    o.operand = lane % 4 ? nullptr : four_at(h.out, column);
+    o.words = h.words && lane % 4 == 0 ? h.words + column * 4 : nullptr;
     return o;
   }
-  o.words = words && lane % 2 == 0 ? words + output * 8 : nullptr;
-  o.out = t.epilogue.out + output;
-  if (kind == kToLogits && output >= t.epilogue.n_valid) o.out = nullptr;
-  if (kind != kAddToRows) return o;
-  if (t.addend.words) {
-    o.flag = hand.flag - t.addend.back;
-    o.at = t.addend.words + output / 2 * 16;
+  o.words = h.words && lane % 2 == 0 ? h.words + output * 8 : nullptr;
+  o.out = (float *)h.out + output;
+  if (h.kind == kToLogits && output >= t.epilogue.n_valid) o.out = nullptr;
+  if (h.kind != kAddToRows) return o;
+  if (h.addend.words) {
+    o.flag = hand.flag - h.addend.back;
+    o.at = h.addend.words + output / 2 * 16;
     o.early = load_flagged(o.at);
   } else {
     o.addend = t.epilogue.addend[output];
   }
   return o;
+}
+
+// Clears what an output's sums have room for behind the last one: once no one finishes an earlier task or round any more.
+TL_DEVICE void clear_rest(const Output &o, const ProductHead &h) {
+  if (!o.exists) return;
+#pragma unroll
+  for (int c = 0; c < 3; c++)
+    if (h.n_chunks + c < o.stride) {
+      o.sums[h.n_chunks + c] = 0.0f;
+      if (h.unit_panels == 2) o.sums[kPanelRows * o.stride + h.n_chunks + c] = 0.0f;
+    }
 }
 
 TL_DEVICE float addend_of(const Output &o, int lane) {
@@ -279,13 +298,13 @@ TL_DEVICE float finished_sum(const Output &o, int i) {
 
 // Stores each thread's output; neighbouring lanes hand on theirs together, two floats or four operands a word. By whole warps.
 template <bool kScaled>
-TL_DEVICE void finish(const Output &o, const StepProduct &t, const Handover &hand, int kind) {
-  const int lane = hand.lane();
+TL_DEVICE void finish(const Output &o, const StepProduct &t, const ProductHead &h, const Handover &hand) {
+  const int lane = hand.lane(), kind = h.kind;
   float y = finished_sum<kScaled>(o, 0);
   if (kind == kActivate) {
-    y = activate(t.epilogue.act, y);
-    if (t.unit_panels == 2) y = y * finished_sum<kScaled>(o, 1);
-    const uint32_t pair = pack_pair(t.epilogue.operand.dtype, y, __shfl_sync(0xffffffffu, y, lane + 1)), other = __shfl_sync(0xffffffffu, pair, lane + 2);
+    y = activate(h.act, y);
+    if (h.unit_panels == 2) y = y * finished_sum<kScaled>(o, 1);
+    const uint32_t pair = pack_pair(h.out_dtype, y, __shfl_sync(0xffffffffu, y, lane + 1)), other = __shfl_sync(0xffffffffu, pair, lane + 2);
     if (o.words) store_flagged(o.words, (uint64_t)other << 32 | pair, hand.flag);
     if (o.operand) put_four(o.operand, pair, other);
     return;
@@ -304,15 +323,14 @@ TL_DEVICE void finish(const Output &o, const StepProduct &t, const Handover &han
 struct Items {
   int panel, part;  // of the next one
   int n_items, n_chunks, n_blocks;
+  uint32_t inverse;  // of n_items
   RingPlace at;
-  TL_DEVICE_MEMBER void next(const Ring &ring) {
-    at.advance(kWarps, ring.n_slots);
-    part += kWarps;
-    wrap();
-  }
-  TL_DEVICE_MEMBER void wrap() {
-#pragma unroll 1
-    while (part >= n_items) part -= n_items, panel++;
+  TL_DEVICE_MEMBER void advance(int n, const Ring &ring) {
+    at.advance(n, ring.n_slots, ring.inverse);
+    part += n;
+    const int panels = quotient(part, inverse);
+    part -= panels * n_items;
+    panel += panels;
   }
 };
 
@@ -353,62 +371,62 @@ TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, i
       if (lane % 4 == 0 && chunk + c < items.n_chunks) to[c] = d[c][0], to[8 * stride + c] = d[c][2];
     __syncwarp();
     if (lane == 0) ring.free(items.at, kArrivals);
-    items.next(ring);
+    items.advance(kWarps, ring);
   }
 }
 
 // The CTA's share of a product, its weights of type W. `settle` is called when all threads are in this task.
 template <class W, class Settle>
-TL_DEVICE void run_share(const StepProduct &t, const StepMemory &m, const Handover &hand, const Ring &ring, const CtaShare &share, Items &items,
-                         RowWords &row, const Settle &settle) {
-  const int lane = hand.lane(), round_panels = t.round_panels, unit_panels = t.unit_panels, kind = t.epilogue.kind;
-  const bool groups = W::kInt8 && t.weight.group_size;
+TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepMemory &m, const Handover &hand, const Ring &ring, const CtaShare &share,
+                         Items &items, const Settle &settle) {
+  const int lane = hand.lane(), first_unit = hand.warp() * 2 * h.unit_panels;  // a warp finishes two
+  const bool groups = W::kInt8 && h.groups;
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
-  Output o = output_of(t, m, hand, share, 0);
+  RowWords row = row_of(h, hand);
+  Output o = output_of(t, h, m, hand, share, 0);
   float *const sums = m.partial + lane / 4 * o.stride;
-  int begin = 0, end = min(round_panels, share.n_panels);
-  bool finishes = hand.warp() * 2 * unit_panels < end;  // this warp, which has two units
-  if (t.n_ops)
-    run_step_program<typename W::Op>(t, m, hand, row);
+  int begin = 0, end = min(h.round_panels, share.n_panels);
+  if (h.n_ops)
+    run_step_program<typename W::Op>(t, h, m, hand, row);
   else
     take_operand(t, m, hand, row);
   meet();
+  if (o.stride != h.n_chunks) clear_rest(o, h);
   sum_items<W>(t, ring, items, 0, end, share.first_panel, sums, o.stride, lane, right, groups);
   meet();
-  if (finishes) finish<W::kInt8>(o, t, hand, kind);
+  if (first_unit < end) finish<W::kInt8>(o, t, h, hand);
   settle();
 #pragma unroll 1
   while (end < share.n_panels) {
     begin = end;
-    end = min(begin + round_panels, share.n_panels);
+    end = min(begin + h.round_panels, share.n_panels);
     meet();
-    o = output_of(t, m, hand, share, begin);
-    finishes = hand.warp() * 2 * unit_panels < end - begin;
+    o = output_of(t, h, m, hand, share, begin);
+    clear_rest(o, h);
     sum_items<W>(t, ring, items, begin, end, share.first_panel, sums, o.stride, lane, right, groups);
     meet();
-    if (finishes) finish<W::kInt8>(o, t, hand, kind);
+    if (first_unit < end - begin) finish<W::kInt8>(o, t, h, hand);
   }
 }
 
 template <class Settle>
 TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Handover &hand, const Ring &ring, RingPlace &base, const Settle &settle) {
-  const CtaShare share = share_of(t, blockIdx.x);
+  ProductHead h;
+  load_at_once(h, t.head);
+  const CtaShare share = share_of(h, blockIdx.x);
   if (!share.n_panels) {
     meet();
     return settle();
   }
-  RowWords row = row_of(t, hand);
-  const int warp = __shfl_sync(0xffffffffu, hand.warp(), 0);
-  Items items = {0, warp, t.n_items, t.n_chunks, t.n_blocks, base};
-  items.at.advance(warp, ring.n_slots);
-  items.wrap();
-  base.advance(share.n_panels * items.n_items, ring.n_slots);
-  if (t.weight.dtype == TL_BF16)
-    run_share<FloatWeights<Bf16>>(t, m, hand, ring, share, items, row, settle);
-  else if (t.weight.dtype == TL_INT8)
-    run_share<Int8Weights>(t, m, hand, ring, share, items, row, settle);
+  Items items = {0, 0, h.n_items, h.n_chunks, h.n_blocks, h.items_inverse, base};
+  items.advance(hand.warp(), ring);
+  base.advance(share.n_panels * h.n_items, ring.n_slots, ring.inverse);
+  if (h.dtype == TL_BF16)
+    run_share<FloatWeights<Bf16>>(t, h, m, hand, ring, share, items, settle);
+  else if (h.dtype == TL_INT8)
+    run_share<Int8Weights>(t, h, m, hand, ring, share, items, settle);
   else
-    run_share<FloatWeights<F16>>(t, m, hand, ring, share, items, row, settle);
+    run_share<FloatWeights<F16>>(t, h, m, hand, ring, share, items, settle);
 }
 
 #endif

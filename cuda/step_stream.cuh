@@ -17,18 +17,23 @@ constexpr int kTaskRingBytes = kHeldTasks * (int)(sizeof(StepTask) + 16);
 // A slot of a ring, and the phase that its barriers are in.
 struct RingPlace {
   int slot = 0, parity = 0;
-  TL_DEVICE_MEMBER void advance(int n, int n_slots) {
+  TL_DEVICE_MEMBER void next(int n_slots) {
+    if (++slot == n_slots) slot = 0, parity ^= 1;
+  }
+  TL_DEVICE_MEMBER void advance(int n, int n_slots, uint32_t inverse) {
     slot += n;
-#pragma unroll 1
-    while (slot >= n_slots) slot -= n_slots, parity ^= 1;
+    const int turns = quotient(slot, inverse);
+    slot -= turns * n_slots;
+    parity ^= turns & 1;
   }
 };
 
 struct Ring {
   shared_t slots, full, empty;
   int n_slots;
-  TL_DEVICE_MEMBER Ring(shared_t shared, int n_slots)
-      : slots(shared), full(shared + n_slots * kSlotBytes), empty(full + n_slots * 8), n_slots(n_slots) {}
+  uint32_t inverse;  // of n_slots
+  TL_DEVICE_MEMBER Ring(shared_t shared, int n_slots, uint32_t inverse)
+      : slots(shared), full(shared + n_slots * kSlotBytes), empty(full + n_slots * 8), n_slots(n_slots), inverse(inverse) {}
   // By one thread, before a barrier of the CTA.
   TL_DEVICE_MEMBER void init() const {
     for (int i = 0; i < n_slots; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, kArrivals);
@@ -56,12 +61,12 @@ struct Requests {
       left--;
     } else {
       barrier_wait(ring.full + arrives.slot * 8, arrives.parity);
-      arrives.advance(1, ring.n_slots);
+      arrives.next(ring.n_slots);
     }
     barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
     barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
     copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8, policy);
-    at.advance(1, ring.n_slots);
+    at.next(ring.n_slots);
   }
 };
 
@@ -74,13 +79,13 @@ struct TaskRing {
   TL_DEVICE_MEMBER void init() const {
     for (int i = 0; i < kHeldTasks; i++) barrier_init(full + i * 8, 1), barrier_init(empty + i * 8, 1);
   }
-  TL_DEVICE_MEMBER const StepTask &wait(int n) const {
+  TL_DEVICE_MEMBER const StepTask &wait(uint32_t n) const {
     barrier_wait(full + n % kHeldTasks * 8, n / kHeldTasks % 2);
     return tasks[n % kHeldTasks];
   }
-  TL_DEVICE_MEMBER void free(int n) const { barrier_arrive(empty + n % kHeldTasks * 8, 1); }
-  TL_DEVICE_MEMBER void request(int n, const StepTask *from) const {
-    const int slot = n % kHeldTasks;
+  TL_DEVICE_MEMBER void free(uint32_t n) const { barrier_arrive(empty + n % kHeldTasks * 8, 1); }
+  TL_DEVICE_MEMBER void request(uint32_t n, const StepTask *from) const {
+    const uint32_t slot = n % kHeldTasks;
     barrier_wait(empty + slot * 8, n / kHeldTasks % 2 ^ 1);
     barrier_arrive_expecting(full + slot * 8, sizeof(StepTask));
     copy_bulk(shared_of(tasks + slot), from, sizeof(StepTask), full + slot * 8);
@@ -89,9 +94,9 @@ struct TaskRing {
 
 // The panels of a product, item by item.
 TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
-  const CtaShare share = share_of(p, blockIdx.x);
-  const int block_bytes = p.weight.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
-  const int panel_bytes = p.n_blocks * block_bytes;
+  const CtaShare share = share_of(p.head, blockIdx.x);
+  const int block_bytes = p.head.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
+  const int panel_bytes = p.head.n_blocks * block_bytes;
   const uint8_t *panel = p.weight.data + (int64_t)share.first_panel * panel_bytes;
 #pragma unroll 1
   for (int i = 0; i < share.n_panels; i++, panel += panel_bytes)

@@ -33,24 +33,36 @@ struct StepOp {  // of RowProgram; the first one loads
   Channel channel;
 };
 
-struct StepProduct {
+// What every thread needs of a product before it waits for its row: read at once.
+struct alignas(16) ProductHead {
   int32_t unit_panels;             // panels that stay together: 2 where gated
   int32_t units_each, units_more;  // units of every CTA, and CTAs that have one more
   int32_t n_ctas;                  // that have a share
   int32_t n_chunks, n_blocks;      // of a panel
-  int32_t item_chunks, n_items;    // chunks of an item of the stream, and items of a panel
+  int32_t n_items;                 // items of a panel in the stream
+  uint32_t items_inverse;
   int32_t round_panels;            // panels whose sums are held at a time
+  int32_t dtype, kind;             // of the weights and of the epilogue
+  int32_t act, out_dtype;          // of an activation
   int32_t dim, n_ops, early;       // of the program: values, operations, and the one among them whose row is there early, or 0
   uint32_t kinds;                  // of the operations after the first, kKindBits each
+  int32_t groups;                  // whether groups of columns have scales
+  Channel row, addend;             // the operand, or what the program loads
+  uint8_t *words;                  // of the outputs, or NULL
+  void *out;                       // and where else they go
+};
+
+struct StepProduct {
+  ProductHead head;
   float eps;
+  int32_t item_chunks;  // of an item of the stream
   int32_t n_early_norms;
   const float *early_norm[kEarlyNorms];
-  const float *tail;               // appended to the operand: (dim,), or NULL
+  const float *tail;    // appended to the operand: (dim,), or NULL
   StepOp op[kMaxStepOps];
   Matrix weight;
   const float *bias;
-  const void *source;              // the operand, where there is no program
-  Channel operand, addend, out;
+  const void *source;   // the row, where it is in memory alone
   Epilogue epilogue;
 };
 
@@ -76,6 +88,10 @@ struct alignas(16) StepTask {
 };
 static_assert(sizeof(StepTask) % 16 == 0, "tasks are copied in pieces of sixteen bytes");
 
+// x / n for x below 2^31 / n, and what it takes.
+TL_BOTH uint32_t inverse_of(int n) { return (uint32_t)(((1ull << 31) + n - 1) / n); }
+TL_BOTH int quotient(int x, uint32_t inverse) { return (int)((uint64_t)(uint32_t)x * inverse >> 31); }
+
 // The order of a step's tasks: the first ones, then some that repeat, then the rest.
 struct StepOrder {
   int32_t n_first, n_repeated, n_rounds, n_tasks;  // n_tasks: of all three; n_rounds: how often the second run
@@ -92,7 +108,7 @@ struct CtaPlace {
   int unit, rank;
 };
 
-TL_DEVICE CtaShare share_of(const StepProduct &p, int cta) {
+TL_DEVICE CtaShare share_of(const ProductHead &p, int cta) {
   return cta < p.n_ctas ? share_of(cta, p.units_each, p.units_more, p.unit_panels) : CtaShare{0, 0};
 }
 
