@@ -27,21 +27,30 @@ TL_DEVICE void load_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, c
   }
 }
 
-// Scores; `pages`: four of page_bytes each, K first.
+// Begins the scores of a chunk, of its pages' first eight keys and of the others; `pages`: four, page_bytes apart.
 template <class Kv, int kDims>
-TL_DEVICE void score_chunk(float (&s)[kPagesOfChunk][2][4], const uint32_t (&q)[kDims / 16][4], shared_t pages, int page_bytes) {
-  float x[2][kPagesOfChunk * 4];
+TL_DEVICE void begin_scores(float (&x)[2][kPagesOfChunk * 4], const uint32_t (&q)[kDims / 16][4], shared_t pages, int page_bytes) {
   wgmma_fence();
 #pragma unroll
   for (int b = 0; b < kDims / 16; b++)
 #pragma unroll
     for (int half = 0; half < 2; half++) wgmma<Kv>(x[half], q[b], wgmma_tiles(pages + b * 512 + half * 128, page_bytes, 256), b > 0);
   wgmma_commit();
+}
+
+TL_DEVICE void take_scores(float (&s)[kPagesOfChunk][2][4], const float (&x)[2][kPagesOfChunk * 4]) {
+#pragma unroll
+  for (int i = 0; i < kPagesOfChunk * 8; i++) s[i / 8][i % 8 / 4][i % 4] = x[i % 8 / 4][i / 8 * 4 + i % 4];
+}
+
+template <class Kv, int kDims>
+TL_DEVICE void score_chunk(float (&s)[kPagesOfChunk][2][4], const uint32_t (&q)[kDims / 16][4], shared_t pages, int page_bytes) {
+  float x[2][kPagesOfChunk * 4];
+  begin_scores<Kv, kDims>(x, q, pages, page_bytes);
   wgmma_wait<0>();
   accumulators_ready(x[0]);
   accumulators_ready(x[1]);
-#pragma unroll
-  for (int i = 0; i < kPagesOfChunk * 8; i++) s[i / 8][i % 8 / 4][i % 4] = x[i % 8 / 4][i / 8 * 4 + i % 4];
+  take_scores(s, x);
 }
 
 // Begins O of the chunk, from zero; `values`: V of the first page.

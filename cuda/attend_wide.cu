@@ -1,60 +1,194 @@
-// Attention for many rows on wgmma: a CTA takes 64 queries of one KV head (rows, and within a row the heads that share it) through
-// all their key chunks, which arrive one ahead. The group's O stays in registers, the total over groups in shared memory.
+// Attention for many rows on wgmma: a CTA takes 64 queries of one KV head (rows, and within a row the heads that share it) through all
+// their key chunks, two at a time.
+//
+// A query's chunks are merged one after another, so what a CTA does in a row bounds the kernel. Its two warpgroups therefore score
+// and soften a chunk each, hand each other P, and then weigh and merge both chunks for half of the dims each. The scores of the next
+// two chunks run meanwhile, and their keys and values arrive a step ahead. The group's O stays in registers, the total over groups
+// in shared memory.
 #include "attend_wgmma.cuh"
 
 namespace tl {
 namespace {
 
-constexpr int kSlots = 2;  // chunks in shared memory: one that is used, one on its way
+constexpr int kTeams = 2;  // warpgroups, and chunks of a step
+constexpr int kCtaThreads = kTeams * kTileThreads;
+constexpr int kSlots = 2;  // steps in shared memory, of keys and of values: one that is used, one on its way
+constexpr int kStepPages = kTeams * kPagesOfChunk, kGroupSteps = TL_CHUNK_GROUP / kTeams;
+static_assert(TL_CHUNK_GROUP % kTeams == 0, "a step's chunks are of one group");
+
+// What a team hands to the other: of each thread P, and m and l of its two queries.
+struct Softened {
+  uint4 p[kPagesOfChunk][kTileThreads];
+  float4 ml[kTileThreads];
+};
+
+// Steps are the chunks 2 step and 2 step + 1, wherever a run of queries begins.
+struct Steps {
+  int first, end;
+};
+
+struct Layout {
+  int keys, values, softened, total, query, nbytes;  // offsets; barriers come first
+};
+TL_BOTH Layout layout_of(int k_nbytes, int v_nbytes, int dims) {
+  Layout at;
+  at.keys = 2 * kSlots * 8;
+  at.keys = round_up(at.keys, 1024);
+  at.values = at.keys + kSlots * kStepPages * k_nbytes;
+  at.softened = at.values + kSlots * kStepPages * v_nbytes;
+  at.total = at.softened + 2 * kTeams * (int)sizeof(Softened);
+  at.query = at.total + kWideQueries * dims * 4;
+  at.nbytes = at.query + kWideQueries * (int)sizeof(Query);
+  return at;
+}
 
 #if TL_WGMMA
 
-// `empty` is told when the chunk's pages have been read.
-template <class Kv, int kDims>
-TL_DEVICE void attend_chunk(State<kDims> &state, const AttendArgs &a, const uint32_t (&q)[kDims / 16][4], const Keys (&keys)[2], shared_t pages,
-                            shared_t empty, int chunk) {
-  const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes, first = chunk * TL_KEY_CHUNK;
-  const Sight sight = sight_of(keys, first);
-  float s[kPagesOfChunk][2][4], m[2], o[kDims / 2];
-  uint32_t p[kPagesOfChunk][4];
-  score_chunk<Kv, kDims>(s, q, pages, page_bytes);
-  soften_chunk<Kv>(p, m, s, keys, first, sight, a.scale);
-  begin_weighing<Kv, kDims>(o, p, pages + a.place.kv.k_nbytes, page_bytes);
-  MergeFactors f[2];
+// What every thread of a CTA knows.
+struct Cta {
+  const AttendArgs &a;
+  int kv_head;
+  uint8_t *memory;
+  Layout at;
+  Query *query;
+  shared_t full;  // barriers of the slots: keys, then values
+
+  TL_DEVICE_MEMBER shared_t keys(int n) const { return shared_of(memory) + at.keys + n % kSlots * kStepPages * a.place.kv.k_nbytes; }
+  TL_DEVICE_MEMBER shared_t values(int n) const { return shared_of(memory) + at.values + n % kSlots * kStepPages * a.place.kv.v_nbytes; }
+  TL_DEVICE_MEMBER shared_t keys_full(int n) const { return full + n % kSlots * 8; }
+  TL_DEVICE_MEMBER shared_t values_full(int n) const { return full + (kSlots + n % kSlots) * 8; }
+  TL_DEVICE_MEMBER Softened &softened(int n, int team) const { return ((Softened *)(memory + at.softened))[n % 2 * kTeams + team]; }
+};
+
+// The first warp's requests: lanes 0..7 bring the keys of a step's pages, lanes 8..15 the values. A lane reads its page's number one
+// request ahead. In place of pages that no query reads come ones that some read: they are finite, and their P is zero.
+struct Pages {
+  const Cta &cta;
+  const int32_t *table;
+  int first, last, own, next;  // pages that are read; the lane's of its next request but one, and the number of that of its next request
+
+  TL_DEVICE_MEMBER Pages(const Cta &cta, const int32_t *table, Keys keys, int step)
+      : cta(cta), table(table), first(keys.first / TL_PAGE_POSITIONS), last((keys.end - 1) / TL_PAGE_POSITIONS), own(step * kStepPages + lane_id() % kStepPages), next(0) {}
+  TL_DEVICE_MEMBER void read_number() {
+    next = table[min(max(own, first), last)];
+    own += kStepPages;
+  }
+  // Keys of a step to slot n_keys, values of one to slot n_values; none where that is below 0.
+  TL_DEVICE_MEMBER void request(int n_keys, int n_values) {
+    const KvLayer &kv = cta.a.place.kv;
+    const int lane = lane_id(), place = lane % kStepPages;
+    const bool values = lane >= kStepPages;
+    const int n = values ? n_values : n_keys, nbytes = values ? kv.v_nbytes : kv.k_nbytes;
+    const shared_t full = values ? cta.values_full(n) : cta.keys_full(n), to = (values ? cta.values(n) : cta.keys(n)) + place * nbytes;
+    const bool asks = lane < 2 * kStepPages && n >= 0;
+    if (asks && place == 0) barrier_arrive_expecting(full, kStepPages * nbytes);
+    __syncwarp();
+    if (!asks) return;
+    copy_bulk(to, values ? v_of(kv, next, cta.kv_head) : k_of(kv, next, cta.kv_head), nbytes, full);
+    read_number();
+  }
+};
+
+template <int kDims>
+using HalfState = State<kDims / 2>;  // a team's dims
+
+template <int kDims>
+TL_DEVICE void absorb_chunk(HalfState<kDims> &state, const float (&o)[kDims / 4], const MergeFactors (&f)[2], const bool (&alive)[2]) {
 #pragma unroll
-  for (int h = 0; h < 2; h++) absorb(state, f[h], m[h], sum_of_p<Kv>(p, h), sight.alive[h], h);
-  wgmma_wait<0>();
-  accumulators_ready(o);
-  if (lane_id() == 0) barrier_arrive(empty);
-#pragma unroll
-  for (int b = 0; b < kDims / 16; b++) {
+  for (int b = 0; b < kDims / 32; b++) {
     float block[2][4];
 #pragma unroll
     for (int i = 0; i < 8; i++) block[i / 4][i % 4] = o[b * 8 + i];
-    absorb_block(state.o[b], block, f, sight.alive);
+    absorb_block(state.o[b], block, f, alive);
   }
 }
 
-// Tiles in an order that gives SMs an even share: later rows read more keys, and go first; the short ones join them.
-TL_DEVICE int tile_of(int unit, int n_tiles) { return unit < (n_tiles + 1) / 2 ? n_tiles - 1 - unit : unit - (n_tiles + 1) / 2; }
+// The steps first .. end - 1 by a team; n: steps so far of keys and of values, which are one less for each run.
+template <class Kv, int kDims, int kTeam>
+TL_DEVICE void attend_steps(const Cta &cta, HalfState<kDims> &state, float *total, const uint32_t (&q)[kDims / 16][4], const Keys (&keys)[2],
+                            Pages &pages, bool requests, Steps steps, int n_keys, int n_values) {
+  constexpr int kOther = 1 - kTeam, kHalf = kDims / 2;
+  const int k_nbytes = cta.a.place.kv.k_nbytes, v_nbytes = cta.a.place.kv.v_nbytes, thread = threadIdx.x % kTileThreads;
+  const float scale = cta.a.scale;
+  float x[2][kPagesOfChunk * 4], o[kTeams][kHalf / 2];
+  const auto begin_scoring = [&] {
+    barrier_wait(cta.keys_full(n_keys), n_keys / kSlots % 2);
+    begin_scores<Kv, kDims>(x, q, cta.keys(n_keys) + kTeam * kPagesOfChunk * k_nbytes, k_nbytes);
+  };
+  begin_scoring();
+#pragma unroll 1
+  for (int step = steps.first; step < steps.end;) {
+    const int end = min(steps.end, (step / kGroupSteps + 1) * kGroupSteps);  // of the group
+#pragma unroll 1
+    for (; step < end; step++) {
+      const int first[kTeams] = {step * kTeams * TL_KEY_CHUNK, (step * kTeams + 1) * TL_KEY_CHUNK};
+      wgmma_wait<0>();
+      accumulators_ready(x[0]);
+      accumulators_ready(x[1]);
+      float s[kPagesOfChunk][2][4], own_m[2];
+      uint32_t p[kTeams][kPagesOfChunk][4];
+      take_scores(s, x);
+      soften_chunk<Kv>(p[kTeam], own_m, s, keys, first[kTeam], sight_of(keys, first[kTeam]), scale);
+      Softened &own = cta.softened(n_values, kTeam), &other = cta.softened(n_values, kOther);
+      const float4 own_ml = make_float4(own_m[0], own_m[1], sum_of_p<Kv>(p[kTeam], 0), sum_of_p<Kv>(p[kTeam], 1));
+#pragma unroll
+      for (int j = 0; j < kPagesOfChunk; j++) own.p[j][thread] = make_uint4(p[kTeam][j][0], p[kTeam][j][1], p[kTeam][j][2], p[kTeam][j][3]);
+      own.ml[thread] = own_ml;
+      sync_threads(1, kCtaThreads);  // and all have done with these keys, and with the values before
+      if (requests) pages.request(step + 2 <= steps.end ? n_keys + 2 : -1, step + 1 < steps.end ? n_values + 1 : -1);
+#pragma unroll
+      for (int j = 0; j < kPagesOfChunk; j++) {
+        const uint4 w = other.p[j][thread];
+        p[kOther][j][0] = w.x, p[kOther][j][1] = w.y, p[kOther][j][2] = w.z, p[kOther][j][3] = w.w;
+      }
+      const float4 other_ml = other.ml[thread], ml[kTeams] = {kTeam ? other_ml : own_ml, kTeam ? own_ml : other_ml};
+      barrier_wait(cta.values_full(n_values), n_values / kSlots % 2);
+#pragma unroll
+      for (int t = 0; t < kTeams; t++)
+        begin_weighing<Kv, kHalf>(o[t], p[t], cta.values(n_values) + t * kPagesOfChunk * v_nbytes + kTeam * (kHalf / 16) * 512, v_nbytes);
+      n_keys++;
+      n_values++;
+      begin_scoring();  // of the next step, or after the last one of whatever is there
+      MergeFactors f[kTeams][2];
+      bool alive[kTeams][2];
+#pragma unroll
+      for (int t = 0; t < kTeams; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          alive[t][h] = keys[h].first < first[t] + TL_KEY_CHUNK && keys[h].end > first[t];
+          absorb(state, f[t][h], h ? ml[t].y : ml[t].x, h ? ml[t].w : ml[t].z, alive[t][h], h);
+        }
+      wgmma_wait<2>();
+      accumulators_ready(o[0]);
+      absorb_chunk<kDims>(state, o[0], f[0], alive[0]);
+      wgmma_wait<1>();
+      accumulators_ready(o[1]);
+      absorb_chunk<kDims>(state, o[1], f[1], alive[1]);
+    }
+    close_group(state, total);
+  }
+  wgmma_wait<0>();
+  accumulators_ready(x[0]);
+  accumulators_ready(x[1]);
+}
+
+// Tiles whose rows read most keys come first, so that the short ones fill what is left.
+TL_DEVICE int tile_of(int unit, int n_tiles) { return n_tiles - 1 - unit; }
 
 #endif
 
 template <class Kv, int kDims>
-__global__ void __launch_bounds__(kTileThreads, 2) attend_wide(const AttendArgs a) {
+__global__ void __launch_bounds__(kCtaThreads, 1) attend_wide(const AttendArgs a) {
 #if TL_WGMMA
-  const int group = a.place.n_heads / a.place.n_kv_heads, chunk_bytes = kPagesOfChunk * (a.place.kv.k_nbytes + a.place.kv.v_nbytes);
-  const int kv_head = blockIdx.x % a.place.n_kv_heads, tile = tile_of(blockIdx.x / a.place.n_kv_heads, gridDim.x / a.place.n_kv_heads);
+  const int group = a.place.n_heads / a.place.n_kv_heads, n_kv_heads = a.place.n_kv_heads;
+  const int kv_head = blockIdx.x % n_kv_heads, tile = tile_of(blockIdx.x / n_kv_heads, gridDim.x / n_kv_heads);
   uint8_t *memory = shared_memory<uint8_t>();
-  const shared_t chunks = shared_of(memory), full = chunks + kSlots * chunk_bytes, empty = full + kSlots * 8;
-  Query *query = (Query *)(memory + kSlots * chunk_bytes + 2 * kSlots * 8);
-  float *total = (float *)(query + kWideQueries) + threadIdx.x;
+  const Layout at = layout_of(a.place.kv.k_nbytes, a.place.kv.v_nbytes, kDims);
+  Query *query = (Query *)(memory + at.query);
+  const Cta cta{a, kv_head, memory, at, query, shared_of(memory)};
   let_next_kernel_start();
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kSlots; s++) {
-      barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, kTileWarps);
-    }
+    for (int s = 0; s < 2 * kSlots; s++) barrier_init(cta.full + s * 8, 1);
     barrier_init_done();
   }
   if (threadIdx.x < kWideQueries) {
@@ -63,45 +197,52 @@ __global__ void __launch_bounds__(kTileThreads, 2) attend_wide(const AttendArgs 
   }
   __syncthreads();
   wait_for_previous_kernel();
-  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / kTileWarps;  // the same for the warp, and known to be
+  float *total = (float *)(memory + at.total) + team * kDims / 4 * kTileThreads + threadIdx.x % kTileThreads;
   uint32_t q[kDims / 16][4];
-  load_queries<kDims>(q, a, query);
-  int n_used = 0;  // chunks so far
+  int n_keys = 0, n_values = 0;  // steps so far
+  bool begun = false;
 #pragma unroll 1
   for (int begin = 0; begin < kWideQueries;) {
     const Run run = wide_run_from(query, begin);
     begin = run.end;
     if (run.seq < 0) continue;
-    const int32_t *table = table_of(a.place.rows, run.seq);
-    const int first_chunk = run.keys.first / TL_KEY_CHUNK, end_chunk = (run.keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK;
-    int page = first_chunk < end_chunk && warp == 0 ? page_for_lane(table, first_chunk, run.keys) : 0;  // of the next chunk to request
-    const auto request = [&](int chunk) {                                                              // by the first warp
-      const int n = n_used + chunk - first_chunk, slot = n % kSlots;
-      if (n >= kSlots) barrier_wait(empty + slot * 8, (n / kSlots - 1) % 2);
-      request_chunk(a, chunks + slot * chunk_bytes, page, kv_head, full + slot * 8);
-      page = page_for_lane(table, chunk + 1, run.keys);  // on its way while this chunk is attended to
-    };
-    if (warp == 0 && first_chunk < end_chunk) request(first_chunk);
+    constexpr int kStepKeys = kTeams * TL_KEY_CHUNK;
+    const Steps steps{__shfl_sync(0xffffffffu, run.keys.first / kStepKeys, 0), __shfl_sync(0xffffffffu, (run.keys.end + kStepKeys - 1) / kStepKeys, 0)};
+    const int n_steps = max(steps.end - steps.first, 0);
+    Pages pages(cta, table_of(a.place.rows, run.seq), run.keys, steps.first);
+    if (begun) sync_threads(1, kCtaThreads);  // all slots are free
+    if (warp == 0 && n_steps) {
+      pages.read_number();
+      pages.request(n_keys, n_values);
+      pages.request(n_keys + 1, -1);
+    }
+    if (!begun) load_queries<kDims>(q, a, query);
+    begun = true;
     Keys keys[2];
     keys_of_run(keys, query, run);
-    State<kDims> state;
+    HalfState<kDims> state;
     empty_group(state);
 #pragma unroll
     for (int h = 0; h < 2; h++) state.total_m[h] = kMasked, state.total_l[h] = 0.0f;
 #pragma unroll 8
-    for (int i = 0; i < kDims / 2; i++) total[i * kTileThreads] = 0.0f;
-#pragma unroll 1
-    for (int chunk = first_chunk; chunk < end_chunk; chunk++) {
-      const int n = n_used + chunk - first_chunk, slot = n % kSlots;
-      if (warp == 0 && chunk + 1 < end_chunk) request(chunk + 1);
-      barrier_wait(full + slot * 8, n / kSlots % 2);
-      attend_chunk<Kv, kDims>(state, a, q, keys, chunks + slot * chunk_bytes, empty + slot * 8, chunk);
-      if ((chunk + 1) % TL_CHUNK_GROUP == 0 || chunk + 1 == end_chunk) close_group(state, total);
+    for (int i = 0; i < kDims / 4; i++) total[i * kTileThreads] = 0.0f;
+    if (n_steps) {
+      if (team == 0)
+        attend_steps<Kv, kDims, 0>(cta, state, total, q, keys, pages, warp == 0, steps, n_keys, n_values);
+      else
+        attend_steps<Kv, kDims, 1>(cta, state, total, q, keys, pages, false, steps, n_keys, n_values);
+      n_keys += n_steps + 1;
+      n_values += n_steps;
     }
-    n_used += max(end_chunk - first_chunk, 0);
-    store_output(a, state, total, query, run);
+    store_output(a, state, total, query, run, team * kDims / 2);
   }
 #endif
+}
+
+template <class Kv>
+void launch_with(const Launcher &launcher, const AttendArgs &args, const Shape &shape) {
+  launcher.launch(args.place.kv.head_pad == 64 ? attend_wide<Kv, 64> : attend_wide<Kv, 128>, shape, args);
 }
 
 }  // namespace
@@ -109,15 +250,10 @@ __global__ void __launch_bounds__(kTileThreads, 2) attend_wide(const AttendArgs 
 bool launch_attend_wide(const Launcher &launcher, const AttendArgs &args) {
   const KvLayer &kv = args.place.kv;
   const int n_rows = args.place.rows.n_rows * (args.place.n_heads / args.place.n_kv_heads);
-  const int n_tiles = (n_rows + kWideQueries - 1) / kWideQueries;
-  const int nbytes =
-      kSlots * (kPagesOfChunk * (kv.k_nbytes + kv.v_nbytes) + 16) + kWideQueries * (int)sizeof(Query) + kv.head_pad / 2 * kTileThreads * 4;
+  const int n_tiles = (n_rows + kWideQueries - 1) / kWideQueries, nbytes = layout_of(kv.k_nbytes, kv.v_nbytes, kv.head_pad).nbytes;
   if (!attends_by_wgmma(launcher.context, args) || nbytes > launcher.context.max_shared_nbytes) return false;
-  const Shape shape{dim3(n_tiles * args.place.n_kv_heads), kTileThreads, nbytes, 1};
-  if (kv.dtype == TL_BF16)
-    launcher.launch(kv.head_pad == 64 ? attend_wide<Bf16, 64> : attend_wide<Bf16, 128>, shape, args);
-  else
-    launcher.launch(kv.head_pad == 64 ? attend_wide<F16, 64> : attend_wide<F16, 128>, shape, args);
+  const Shape shape{dim3(n_tiles * args.place.n_kv_heads), kCtaThreads, nbytes, 1};
+  kv.dtype == TL_BF16 ? launch_with<Bf16>(launcher, args, shape) : launch_with<F16>(launcher, args, shape);
   return true;
 }
 

@@ -73,9 +73,9 @@ TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, sh
 }
 
 // Sums a whole chunk. While a stage's products run, the next one is waited for and begun; `release(slot)` gives a stage back
-// when the products after it have begun.
-template <class W, int N, class Release>
-TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release) {
+// when the products after it have begun. `meanwhile(j)` runs under the products of stage j.
+template <class W, int N, class Release, class Meanwhile>
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release, const Meanwhile &meanwhile) {
   using S = Stage<W, N>;
   LeftBlocks<W> left[2];
   int held = 0;
@@ -88,6 +88,7 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Releas
 #pragma unroll
     for (int b = 0; b < kStageBlocks; b++) multiply_block<W, N>(sum, left[j % 2], stage, warp, b, j + b > 0);
     wgmma_commit();
+    meanwhile(j);
     if (j > 0) {
       wgmma_wait<1>();
       release(held);
@@ -98,6 +99,11 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Releas
   wgmma_wait<0>();
   accumulators_ready(sum);
   release(held);
+}
+
+template <class W, int N, class Release>
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release) {
+  sum_chunk<W, N>(sum, ring, warp, release, [](int) {});
 }
 
 // The same for a last chunk of n_blocks blocks, one stage at a time.

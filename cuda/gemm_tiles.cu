@@ -4,18 +4,19 @@
 // At this size not memory but the way from L2 to the multiprocessors bounds a tile by itself. So a cluster's tiles share what
 // they read: two with the same outputs their weights, and of four those with the same rows these. Each CTA asks for half of it,
 // and the copy engine puts that into both. Clusters stay for the whole product and take tile after tile; the producer runs ahead
-// over the epilogue. Chunks are summed and added as in gemm_wgmma.cu, with the same bits.
+// over a tile's end. Chunks are summed and added as in gemm_wgmma.cu, with the same bits.
 #include <algorithm>
 
-#include "gemm_stages.cuh"
+#include "tile_registers.cuh"
 
 namespace tl {
 namespace {
 
-constexpr int kRows = 128, kSide = 2;  // two tiles side by side have the same outputs, two below each other the same rows
+constexpr int kRows = kTileRows, kSide = 2;  // two tiles side by side have the same outputs, two below each other the same rows
 constexpr int kCtaThreads = kConsumers + 128;  // the producer's warpgroup gives its registers to the others
 constexpr int kPassRows = 64;                  // of an epilogue by rows
 constexpr int kScratchBytes = kConsumers / 32 * kMaxHeadDim * 4, kPassBytes = kPassRows * kSumStride * 4;
+constexpr int kPlacesBytes = 2 * kRows * (int)sizeof(RowPlace);  // of a tile's rows, and the next one's
 
 struct TilesArgs {
   GemmArgs gemm;
@@ -25,12 +26,7 @@ struct TilesArgs {
 
 #if TL_WGMMA
 
-using Sums = float[kRows / 2];
-
 // A CTA's tile of a square; kDown: how many are below each other.
-struct Tile {
-  int first_panel, first_row;
-};
 template <int kDown>
 TL_DEVICE Tile tile_of(const TilesArgs &a, int square, int rank) {
   return {(square / a.n_row_pairs * kDown + rank / kSide) * kTilePanels, (square % a.n_row_pairs * kSide + rank % kSide) * kRows};
@@ -46,13 +42,13 @@ TL_DEVICE int sender(int rank, int i) { return i == 0 ? rank : i == 1 ? rank ^ 1
 // The producer warp: lanes 0..3 their half of the panels, lane 4 its share of the rows, for all CTAs that multiply them. The
 // weights of the first stages do not wait for the kernel before this one.
 template <class W, int kDown>
-TL_DEVICE void produce(const TilesArgs &a, Ring ring) {
+TL_DEVICE void produce(const TilesArgs &a, Ring ring, int distance) {
   using S = Stage<W, kRows>;
   constexpr int kOwnPanels = kTilePanels / kSide, kCluster = kSide * kDown;
   const GemmArgs &g = a.gemm;
   const int rank = cluster_rank(), lane = lane_id(), n_stages = (pad16(g.weight.n_in) + kStageColumns - 1) / kStageColumns;
   const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in), row_step = (int64_t)g.source.n_groups * kGroupBytes;
-  const int own_panel = rank % kSide * kOwnPanels + lane;
+  const int own_panel = rank % kSide * kOwnPanels + lane, own_place = panel_place(own_panel, distance) * S::kPanelBytes;
   bool waited = false;
   ring.parity = 1;  // of slots that nobody has used yet
 #pragma unroll 1
@@ -68,7 +64,7 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring) {
       if (lane == 0) barrier_arrive_expecting(ring.full + slot * 8, n_panels * nbytes + n_groups * kGroupBytes);
       __syncwarp();
       if (lane < kOwnPanels && own_panel < n_panels)
-        copy_bulk_to(ring.memory + slot * S::kBytes + own_panel * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes,
+        copy_bulk_to(ring.memory + slot * S::kBytes + own_place, weights + (int64_t)stage * S::kPanelBytes, nbytes,
                      ring.full + slot * 8, same_weights(rank));
     };
     const auto request_rows = [&](int stage, int slot) {
@@ -97,125 +93,165 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring) {
   }
 }
 
-// ---- the end of a tile from registers: a lane's 8 x 8 tiles of sums are stored in whole sectors
-
-template <bool kInt8>
-struct TileSums {
-  const GemmArgs &g;
-  Tile tile;
-  int warp;
-
-  // Scales and biases of this lane's outputs.
-  TL_DEVICE_MEMBER void complete(Sums &y) const {
-    if (!kInt8 && !g.bias) return;
+// What a tile's end needs to know of its rows, by a warp of its own that is one tile ahead of the products. A place is read before the
+// consumers meet this warp for the tile after the next one.
+template <int kDown>
+TL_DEVICE void find_places(const TilesArgs &a, RowPlace *places) {
+  constexpr int kCluster = kSide * kDown;
+  const Rows &rows = a.gemm.place.rows;
+  const int rank = cluster_rank();
+#pragma unroll 1
+  for (int square = blockIdx.x / kCluster, n = 0; square < a.n_squares; square += gridDim.x / kCluster, n++) {
+    const int first_row = tile_of<kDown>(a, square, rank).first_row;
+    int pos[kRows / 32], page[kRows / 32];
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int at = output(2 * h);
-      if (at >= g.weight.n_out) continue;
-      const float scale = kInt8 ? g.weight.scales[at] : 1.0f, bias = g.bias ? g.bias[at] : 0.0f;
-#pragma unroll
-      for (int i = 2 * h; i < kRows / 2; i += i % 2 ? 3 : 1) {
-        if (kInt8) y[i] = y[i] * scale;
-        if (g.bias) y[i] = y[i] + bias;
-      }
+    for (int i = 0; i < kRows / 32; i++) {
+      const int row = first_row + lane_id() + i * 32;
+      pos[i] = row < a.gemm.n_rows ? rows.pos[row] : -1;
     }
+#pragma unroll
+    for (int i = 0; i < kRows / 32; i++) page[i] = pos[i] < 0 ? -1 : page_of(rows, rows.seq[first_row + lane_id() + i * 32], pos[i]);
+#pragma unroll
+    for (int i = 0; i < kRows / 32; i++) places[n % 2 * kRows + lane_id() + i * 32] = {pos[i], page[i]};
+    sync_threads(2, kConsumers + 32);
   }
+}
 
-  // kWhole: all of the tile exists, so that nothing stands between the loads, which then run side by side.
-  template <bool kAdds, bool kWhole>
-  TL_DEVICE_MEMBER void store_rows(const Sums &y) const {
-    constexpr int kBatch = 32;
-    const int stride = g.epilogue.stride;
-    const int64_t first_at = (int64_t)(tile.first_row + row_of(0)) * stride + output(0);
-    const float *addend = g.epilogue.addend + first_at;
-    float *out = g.epilogue.out + first_at;
-    const auto at = [&](int i) { return (i / 4 * 8 + i % 2) * stride + i % 4 / 2 * kPanelRows; };
+// The end of a tile row by row, through shared memory.
+template <class W>
+TL_DEVICE void finish_by_row(const GemmArgs &g, const TileSums &total, Tile tile, int warp, float *sums, float *scratch) {
 #pragma unroll
-    for (int first = 0; first < kRows / 2; first += kBatch) {
-      float x[kBatch];
+  for (int first = 0; first < kRows; first += kPassRows) {
+    sync_threads(1, kConsumers);
+    leave_sums<kRows, kPassRows>(sums, total, warp, first);
+    sync_threads(1, kConsumers);
+    const int end = min(kPassRows, g.n_rows - tile.first_row - first);
+    const TileRows<W::kInt8> rows{g, tile.first_panel, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
+    rows.finish([&](int row) { return *(const float4 *)(sums + row * kSumStride + lane_id() * 4); });
+  }
+}
+
+// The consumers' view of their work.
+template <class W, int kDown>
+struct Consumer {
+  static constexpr int kCluster = kSide * kDown;
+  const TilesArgs &a;
+  Ring &ring;
+  int warp, rank, n_blocks;
+
+  TL_DEVICE_MEMBER Tile tile(int square) const { return tile_of<kDown>(a, square, rank); }
+  TL_DEVICE_MEMBER int first() const { return blockIdx.x / kCluster; }
+  TL_DEVICE_MEMBER int step() const { return gridDim.x / kCluster; }
+
+  template <class Meanwhile>
+  TL_DEVICE_MEMBER void add_chunk(TileSums &sum, const Meanwhile &meanwhile) const {
+    sum_chunk<W, kRows>(sum, ring, warp, releaser(), meanwhile);
+  }
+  // Adds the last `left` blocks of the columns to the total.
+  TL_DEVICE_MEMBER void add_rest(TileSums &total, TileSums &sum, int left) const {
+#pragma unroll 1
+    for (; left > 0; left -= kChunkBlocks) {
+      if (left >= kChunkBlocks)
+        add_chunk(sum, [](int) {});
+      else
+        sum_short_chunk<W, kRows>(sum, ring, warp, left, releaser());
 #pragma unroll
-      for (int i = 0; i < kBatch; i++)
-        if (kAdds && (kWhole || exists(first + i))) x[i] = addend[at(first + i)];
-#pragma unroll
-      for (int i = 0; i < kBatch; i++)
-        if (kWhole || exists(first + i)) out[at(first + i)] = kAdds ? x[i] + y[first + i] : y[first + i];
+      for (int i = 0; i < kRows / 2; i++) total[i] = total[i] + sum[i];
     }
-  }
-
-  TL_DEVICE_MEMBER void store_rows(const Sums &y) const {
-    const bool whole = tile.first_row + kRows <= g.n_rows && tile.first_panel + kTilePanels <= g.weight.n_out / kPanelRows;
-    if (g.epilogue.kind == kAddToRows)
-      whole ? store_rows<true, true>(y) : store_rows<true, false>(y);
-    else
-      whole ? store_rows<false, true>(y) : store_rows<false, false>(y);
-  }
-
-  // Gates and ups are values 0, 1 and 2, 3 of four. Two lanes exchange one, so that each has two columns of a row. kSilu: the usual
-  // activation, known before the loop.
-  template <class T, bool kSilu>
-  TL_DEVICE_MEMBER void store_gated(const Sums &y) const {
-    const Epilogue &e = g.epilogue;
-    const int odd = lane_id() / 4 % 2, panel = tile.first_panel + warp % 4 * 2, act = kSilu ? (int)TL_ACT_SILU : e.act;
-    const int column = panel / 2 * 16 + warp / 4 * 8 + lane_id() / 4 / 2 * 2, first_row = tile.first_row + row_of(0) + odd;
-    uint16_t *to = (uint16_t *)e.operand.data + operand_index(e.operand, first_row, column);
-    const bool exists = panel * kPanelRows < g.weight.n_out;
-#pragma unroll
-    for (int i = 0; i < kRows / 2; i += 4) {
-      const float h0 = activate(act, y[i]) * y[i + 2], h1 = activate(act, y[i + 1]) * y[i + 3];
-      const float other = __shfl_xor_sync(0xffffffffu, odd ? h0 : h1, 4);
-      if (exists && first_row + i * 2 < g.n_rows) *(uint32_t *)(to + i / 4 * 512) = T::pack(odd ? other : h0, odd ? h1 : other);
-    }
-  }
-
-  TL_DEVICE_MEMBER void store_gated(const Sums &y) const {
-    const bool silu = g.epilogue.act == TL_ACT_SILU;
-    if (g.epilogue.operand.dtype == TL_BF16)
-      silu ? store_gated<Bf16, true>(y) : store_gated<Bf16, false>(y);
-    else
-      silu ? store_gated<F16, true>(y) : store_gated<F16, false>(y);
   }
 
  private:
-  TL_DEVICE_MEMBER int output(int i) const { return tile.first_panel * kPanelRows + output_of(warp, i); }
-  TL_DEVICE_MEMBER bool exists(int i) const { return tile.first_row + row_of(i) < g.n_rows && output(i) < g.weight.n_out; }
+  TL_DEVICE_MEMBER auto releaser() const {
+    return [this](int slot) {
+      if (lane_id() < 1 + kDown) barrier_arrive_at(ring.empty + slot * 8, sender(rank, lane_id()));
+    };
+  }
 };
 
-template <class W>
-TL_DEVICE void finish_tile(const GemmArgs &g, Sums &total, Tile tile, int warp, float *sums, float *scratch) {
-  const Epilogue &e = g.epilogue;
-  const TileSums<W::kInt8> own{g, tile, warp};
-  if (e.kind == kToRows || e.kind == kAddToRows) {
-    own.complete(total);
-    own.store_rows(total);
-  } else if (e.kind == kActivate && e.gated && e.operand.dtype != TL_F32 && e.operand.layout == kOperandTiles) {
-    own.complete(total);
-    own.store_gated(total);
-  } else {
+TL_DEVICE void clear(TileSums &y) {
 #pragma unroll
-    for (int first = 0; first < kRows; first += kPassRows) {
-      sync_threads(1, kConsumers);
-      leave_sums<kRows, kPassRows>(sums, total, warp, first);
-      sync_threads(1, kConsumers);
-      const int end = min(kPassRows, g.n_rows - tile.first_row - first);
-      const TileRows<W::kInt8> rows{g, tile.first_panel, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
-      rows.finish([&](int row) { return *(const float4 *)(sums + row * kSumStride + lane_id() * 4); });
-    }
+  for (int i = 0; i < kRows / 2; i++) y[i] = 0.0f;
+}
+
+// Tile after tile, the end of each under the first products of the next.
+template <class W, int kDown, TileEnd kEnd>
+TL_DEVICE void multiply_and_end_later(const Consumer<W, kDown> &own, const RowPlace *places_of) {
+  using End = TileRegisters<kEnd, W::kInt8>;
+  End end{own.a.gemm, own.warp, places_of, {}};
+  TileSums total, sum;
+  clear(total);
+  clear(sum);
+  typename End::Early early;
+  int square = own.first(), left = own.n_blocks;
+#pragma unroll 1
+  for (int n = 0;; n++) {
+    own.add_rest(total, sum, left);
+    if (places(kEnd)) sync_threads(2, kConsumers + 32);
+    end.places = places_of + n % 2 * kRows;
+    end.tile = own.tile(square);
+    square += own.step();
+    if (square >= own.a.n_squares) break;
+    end.load(early, 0);
+    own.add_chunk(sum, [&](int j) {
+      end.finish(total, early, j);
+      if (j + 1 < kEndParts) end.load(early, j + 1);
+    });
+#pragma unroll
+    for (int i = 0; i < kRows / 2; i++) total[i] = 0.0f + sum[i];
+    left = own.n_blocks - kChunkBlocks;
+  }
+  typename End::Early all[kEndParts];
+#pragma unroll
+  for (int part = 0; part < kEndParts; part++) end.load(all[part], part);
+#pragma unroll
+  for (int part = 0; part < kEndParts; part++) end.finish(total, all[part], part);
+}
+
+// Tile after tile, where most CTAs have one: what is added to the rows comes under the last products.
+template <class W, int kDown>
+TL_DEVICE void multiply_to_rows(const Consumer<W, kDown> &own) {
+  using End = TileRegisters<TileEnd::kRows, W::kInt8>;
+  End end{own.a.gemm, own.warp, nullptr, {}};
+  TileSums total, sum;
+  clear(sum);
+#pragma unroll 1
+  for (int square = own.first(); square < own.a.n_squares; square += own.step()) {
+    end.tile = own.tile(square);
+    clear(total);
+    const int last = (own.n_blocks - 1) % kChunkBlocks + 1;  // blocks of the last chunk
+    own.add_rest(total, sum, own.n_blocks - last);
+    typename End::Early early[kEndParts];
+#pragma unroll
+    for (int part = 0; part < kEndParts; part++) end.load(early[part], part);
+    own.add_rest(total, sum, last);
+#pragma unroll
+    for (int part = 0; part < kEndParts; part++) end.finish(total, early[part], part);
+  }
+}
+
+template <class W, int kDown>
+TL_DEVICE void multiply_by_row(const Consumer<W, kDown> &own, float *sums) {
+  float *scratch = sums + kPassBytes / 4;
+  TileSums total, sum;
+  clear(sum);
+#pragma unroll 1
+  for (int square = own.first(); square < own.a.n_squares; square += own.step()) {
+    clear(total);
+    own.add_rest(total, sum, own.n_blocks);
+    finish_by_row<W>(own.a.gemm, total, own.tile(square), own.warp, sums, scratch);
   }
 }
 
 #endif
 
-template <class W, int kDown>
+template <class W, int kDown, TileEnd kEnd>
 __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) {
 #if TL_WGMMA
-  constexpr int kCluster = kSide * kDown, kSenders = 1 + kDown;
+  constexpr int kSenders = 1 + kDown;
   using S = Stage<W, kRows>;
-  const GemmArgs &g = a.gemm;
-  uint8_t *memory = shared_memory<uint8_t>();
+  uint8_t *memory = shared_memory<uint8_t>(), *behind = memory + a.n_stages * S::kBytes + kBarrierBytes;
   const shared_t barriers = shared_of(memory) + a.n_stages * S::kBytes;
   Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages};
-  float *sums = (float *)(memory + a.n_stages * S::kBytes + kBarrierBytes), *scratch = sums + kPassBytes / 4;
-  const int rank = cluster_rank();
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.n_stages; s++) {
       barrier_init(ring.full + s * 8, 1);
@@ -228,51 +264,49 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
     give_registers<40>();
-    if (warp == kConsumers / 32) produce<W, kDown>(a, ring);
+    if (warp == kConsumers / 32) produce<W, kDown>(a, ring, panel_distance(a.gemm, kEnd));
+    if (places(kEnd) && warp == kConsumers / 32 + 1) find_places<kDown>(a, (RowPlace *)behind);
     __syncwarp();
   } else {
     take_registers<232>();
-    const auto release = [&](int slot) {
-      if (lane_id() < kSenders) barrier_arrive_at(ring.empty + slot * 8, sender(rank, lane_id()));
-    };
-    const int n_blocks = pad16(g.weight.n_in) / 16;
     wait_for_previous_kernel();
-#pragma unroll 1
-    for (int square = blockIdx.x / kCluster; square < a.n_squares; square += gridDim.x / kCluster) {
-      Sums total, sum;
-#pragma unroll
-      for (int i = 0; i < kRows / 2; i++) total[i] = sum[i] = 0.0f;
-#pragma unroll 1
-      for (int left = n_blocks; left > 0; left -= kChunkBlocks) {
-        if (left >= kChunkBlocks)
-          sum_chunk<W, kRows>(sum, ring, warp, release);
-        else
-          sum_short_chunk<W, kRows>(sum, ring, warp, left, release);
-#pragma unroll
-        for (int i = 0; i < kRows / 2; i++) total[i] = total[i] + sum[i];
-      }
-      finish_tile<W>(g, total, tile_of<kDown>(a, square, rank), warp, sums, scratch);
-    }
+    const Consumer<W, kDown> consumer{a, ring, warp, cluster_rank(), pad16(a.gemm.weight.n_in) / 16};
+    if constexpr (kEnd == TileEnd::kRows)
+      multiply_to_rows(consumer);
+    else if constexpr (kEnd == TileEnd::kByRow)
+      multiply_by_row(consumer, (float *)behind);
+    else
+      multiply_and_end_later<W, kDown, kEnd>(consumer, (const RowPlace *)behind);
   }
   cluster_sync();  // no CTA leaves while another fills its stages or gives some back
 #endif
 }
 
-template <class W>
-void launch_with(const Launcher &launcher, const GemmArgs &args) {
-  const int behind = kBarrierBytes + kPassBytes + kScratchBytes;
+template <class W, TileEnd kEnd>
+void launch_ending(const Launcher &launcher, const GemmArgs &args) {
+  const int behind = kBarrierBytes + (kEnd == TileEnd::kByRow ? kPassBytes + kScratchBytes : places(kEnd) ? kPlacesBytes : 0);
   const int n_stages = std::min(kMaxStages, (launcher.context.max_shared_nbytes - behind) / Stage<W, kRows>::kBytes);
   const int n_row_tiles = (args.n_rows + kRows - 1) / kRows, n_output_tiles = (args.weight.n_out / kPanelRows + kTilePanels - 1) / kTilePanels;
   const int n_row_pairs = (n_row_tiles + kSide - 1) / kSide, nbytes = n_stages * Stage<W, kRows>::kBytes + behind;
   // Squares read less, but fewer multiprocessors have room for them: they are taken where they need no more turns than pairs do.
+  const auto kernel = [](int down) { return down == 1 ? gemm_tiles<W, 1, kEnd> : gemm_tiles<W, 2, kEnd>; };
+  const auto shape = [&](int down, int n_clusters) { return Shape{dim3(n_clusters * kSide * down), kCtaThreads, nbytes, kSide * down}; };
   const auto n_squares = [&](int down) { return n_row_pairs * ((n_output_tiles + down - 1) / down); };
-  const auto at_once = [&](int down) {
-    return launcher.clusters_at_once(down == 1 ? gemm_tiles<W, 1> : gemm_tiles<W, 2>, Shape{dim3(kSide * down), kCtaThreads, nbytes, kSide * down});
-  };
+  const auto at_once = [&](int down) { return launcher.clusters_at_once(kernel(down), shape(down, 1)); };
   const auto n_turns = [&](int down) { return (n_squares(down) + at_once(down) - 1) / at_once(down); };
   const int down = n_turns(2) <= n_turns(1) ? 2 : 1, n_clusters = std::min(n_squares(down), at_once(down));
-  launcher.launch(down == 1 ? gemm_tiles<W, 1> : gemm_tiles<W, 2>, Shape{dim3(n_clusters * kSide * down), kCtaThreads, nbytes, kSide * down},
-                  TilesArgs{args, n_stages, n_row_pairs, n_squares(down)});
+  launcher.launch(kernel(down), shape(down, n_clusters), TilesArgs{args, n_stages, n_row_pairs, n_squares(down)});
+}
+
+template <class W>
+void launch_with(const Launcher &launcher, const GemmArgs &args) {
+  switch (tile_end(args)) {
+    case TileEnd::kRows: return launch_ending<W, TileEnd::kRows>(launcher, args);
+    case TileEnd::kGated: return launch_ending<W, TileEnd::kGated>(launcher, args);
+    case TileEnd::kPlaceBf16: return launch_ending<W, TileEnd::kPlaceBf16>(launcher, args);
+    case TileEnd::kPlaceF16: return launch_ending<W, TileEnd::kPlaceF16>(launcher, args);
+    default: return launch_ending<W, TileEnd::kByRow>(launcher, args);
+  }
 }
 
 }  // namespace
