@@ -177,7 +177,7 @@ TL_DEVICE void clear(TileSums &y) {
 template <class W, int kDown, TileEnd kEnd>
 TL_DEVICE void multiply_and_end_later(const Consumer<W, kDown> &own, const RowPlace *places_of) {
   using End = TileRegisters<kEnd, W::kInt8>;
-  End end{own.a.gemm, own.warp, places_of, {}};
+  End end(own.a.gemm, own.warp);
   TileSums total, sum;
   clear(total);
   clear(sum);
@@ -187,8 +187,7 @@ TL_DEVICE void multiply_and_end_later(const Consumer<W, kDown> &own, const RowPl
   for (int n = 0;; n++) {
     own.add_rest(total, sum, left);
     if (places(kEnd)) sync_threads(2, kConsumers + 32);
-    end.places = places_of + n % 2 * kRows;
-    end.tile = own.tile(square);
+    end.begin(own.tile(square), places_of + n % 2 * kRows);
     square += own.step();
     if (square >= own.a.n_squares) break;
     end.load(early, 0);
@@ -211,12 +210,12 @@ TL_DEVICE void multiply_and_end_later(const Consumer<W, kDown> &own, const RowPl
 template <class W, int kDown>
 TL_DEVICE void multiply_to_rows(const Consumer<W, kDown> &own) {
   using End = TileRegisters<TileEnd::kRows, W::kInt8>;
-  End end{own.a.gemm, own.warp, nullptr, {}};
+  End end(own.a.gemm, own.warp);
   TileSums total, sum;
   clear(sum);
 #pragma unroll 1
   for (int square = own.first(); square < own.a.n_squares; square += own.step()) {
-    end.tile = own.tile(square);
+    end.begin(own.tile(square), nullptr);
     clear(total);
     const int last = (own.n_blocks - 1) % kChunkBlocks + 1;  // blocks of the last chunk
     own.add_rest(total, sum, own.n_blocks - last);

@@ -57,13 +57,36 @@ struct TileRegisters {
 
   const GemmArgs &g;
   int warp;
-  const RowPlace *places;  // of the tile's rows
   Tile tile;
+  // Of places alone:
+  const RowPlace *rows;  // of the tile
+  bool is_head, is_q, turns;
+  int dim;               // the lower of two neighbours, whose upper half is head_pad / 2 further
+  uint8_t *first;        // of the first row in q, or of the first slot in the first page
+
+  TL_DEVICE_MEMBER TileRegisters(const GemmArgs &g, int warp) : g(g), warp(warp), tile{0, 0} {}
+
+  TL_DEVICE_MEMBER void begin(Tile of, const RowPlace *rows_of) {
+    tile = of;
+    if constexpr (places(kEnd)) {
+      const PlaceArgs &p = g.place;
+      const int head = output(0) / p.kv.head_pad, kv_head = head - p.n_heads;
+      rows = rows_of;
+      dim = output(0) % p.kv.head_pad & ~1;
+      is_head = kv_head < 2 * p.n_kv_heads;
+      is_q = kv_head < 0;
+      turns = kv_head < p.n_kv_heads;
+      if (is_q)
+        first = (uint8_t *)p.q + (((int64_t)tile.first_row * p.n_heads + head) * p.kv.head_pad + dim) * 2;
+      else
+        first = turns ? k_of(p.kv, 0, kv_head) + k_index(0, dim) * 2 : v_of(p.kv, 0, kv_head - p.n_kv_heads) + v_index(0, dim) * 2;
+    }
+  }
 
   TL_DEVICE_MEMBER void load(Early &early, int part) const {
     if constexpr (kEnd == TileEnd::kRows)
       if (g.epilogue.kind == kAddToRows) whole() ? load_addends<true>(early, part) : load_addends<false>(early, part);
-    if constexpr (tl::places(kEnd)) load_angles(early, part);
+    if constexpr (places(kEnd)) load_angles(early, part);
   }
 
   // `y`: all sums.
@@ -158,17 +181,13 @@ struct TileRegisters {
   // ---- q, k and v: values 0, 1 are of a dim's lower half and 2, 3 of its upper one. Two lanes exchange one of each, so that each has
   // two neighbouring dims, and those they turn with, of one row.
 
-  TL_DEVICE_MEMBER int head() const { return output(0) / g.place.kv.head_pad; }
-  TL_DEVICE_MEMBER int dim() const { return output(0) % g.place.kv.head_pad & ~1; }
-  TL_DEVICE_MEMBER bool is_q() const { return head() < g.place.n_heads; }
-  TL_DEVICE_MEMBER bool turns() const { return head() < g.place.n_heads + g.place.n_kv_heads; }
   TL_DEVICE_MEMBER int own_row(int i) const { return row_of(i) + odd(); }  // i a multiple of four
 
   TL_DEVICE_MEMBER void load_angles(Early &early, int part) const {
     const int half = g.place.kv.head_pad / 2;
 #pragma unroll
     for (int k = 0; k < kEndSums; k += 4) {
-      const int at = max(places[own_row(kEndSums * part + k)].pos, 0) * half + dim();
+      const int at = max(rows[own_row(kEndSums * part + k)].pos, 0) * half + dim;
       const float2 c = *(const float2 *)(g.place.cos + at), s = *(const float2 *)(g.place.sin + at);
       early[k] = c.x;
       early[k + 1] = c.y;
@@ -177,21 +196,16 @@ struct TileRegisters {
     }
   }
 
-  // The first of a row's two values that are `dim()` and its neighbour, in q or in a page; NULL where they go nowhere.
-  TL_DEVICE_MEMBER uint16_t *place_of(int row) const {
-    const PlaceArgs &p = g.place;
-    const RowPlace at = places[row];
-    const int kv_head = head() - p.n_heads, slot = at.pos % TL_PAGE_POSITIONS;
-    uint16_t *q = (uint16_t *)p.q + ((int64_t)(tile.first_row + row) * p.n_heads + head()) * p.kv.head_pad + dim();
-    uint8_t *page = turns() ? k_of(p.kv, at.page, kv_head) : v_of(p.kv, at.page, kv_head - p.n_kv_heads);
-    uint16_t *kv = (uint16_t *)page + (turns() ? k_index(slot, dim()) : v_index(slot, dim()));
-    const bool exists = tile.first_row + row < g.n_rows && head() < p.n_heads + 2 * p.n_kv_heads;
-    return exists && (is_q() || at.page >= 0) ? (is_q() ? q : kv) : nullptr;
+  // Where a row's values go from `first` on.
+  TL_DEVICE_MEMBER int64_t row_offset(int row) const {
+    const RowPlace at = rows[row];
+    return is_q ? (int64_t)row * (g.place.n_heads * g.place.kv.head_pad * 2) : at.page * (int64_t)g.place.kv.page_nbytes + at.pos % TL_PAGE_POSITIONS * 16;
   }
+  TL_DEVICE_MEMBER bool stores(int row) const { return is_head && tile.first_row + row < g.n_rows && (is_q || rows[row].page >= 0); }
 
   template <class T>
   TL_DEVICE_MEMBER void place(const TileSums &y, const Early &early, int part) const {
-    const int half = g.place.kv.head_pad / 2, step = is_q() ? half : half * TL_PAGE_POSITIONS;  // from a value to the one it turns with
+    const int half = g.place.kv.head_pad / 2, step = 2 * (is_q ? half : half * TL_PAGE_POSITIONS);  // from a value to the one it turns with
     int n_clamped = 0;
 #pragma unroll
     for (int k = 0; k < kEndSums; k += 4) {
@@ -199,14 +213,13 @@ struct TileRegisters {
       const float lower = __shfl_xor_sync(0xffffffffu, odd() ? y[i] : y[i + 1], 4), upper = __shfl_xor_sync(0xffffffffu, odd() ? y[i + 2] : y[i + 3], 4);
       const float2 a = make_float2(odd() ? lower : y[i], odd() ? y[i + 1] : lower), b = make_float2(odd() ? upper : y[i + 2], odd() ? y[i + 3] : upper);
       const float2 c = make_float2(early[k], early[k + 1]), s = make_float2(early[k + 2], early[k + 3]);
-      const float2 u = make_float2(turns() ? fmaf(a.x, c.x, -(b.x * s.x)) : a.x, turns() ? fmaf(a.y, c.y, -(b.y * s.y)) : a.y);
-      const float2 v = make_float2(turns() ? fmaf(b.x, c.x, a.x * s.x) : b.x, turns() ? fmaf(b.y, c.y, a.y * s.y) : b.y);
-      uint16_t *to = place_of(own_row(i));
-      if (to) {
-        *(uint32_t *)to = T::pack(u.x, u.y);
-        *(uint32_t *)(to + step) = T::pack(v.x, v.y);
-      }
-      n_clamped += to && !is_q() ? T::n_clamped(u.x, u.y) + T::n_clamped(v.x, v.y) : 0;
+      const float2 u = make_float2(turns ? fmaf(a.x, c.x, -(b.x * s.x)) : a.x, turns ? fmaf(a.y, c.y, -(b.y * s.y)) : a.y);
+      const float2 v = make_float2(turns ? fmaf(b.x, c.x, a.x * s.x) : b.x, turns ? fmaf(b.y, c.y, a.y * s.y) : b.y);
+      uint8_t *to = first + row_offset(own_row(i));
+      const bool there = stores(own_row(i));
+      if (there) *(uint32_t *)to = T::pack(u.x, u.y);
+      if (there) *(uint32_t *)(to + step) = T::pack(v.x, v.y);
+      if (T::kDtype == TL_F16) n_clamped += there && !is_q ? T::n_clamped(u.x, u.y) + T::n_clamped(v.x, v.y) : 0;
     }
     if (T::kDtype == TL_F16 && n_clamped && g.place.n_clamped) atomicAdd(g.place.n_clamped, (unsigned long long)n_clamped);
   }
