@@ -82,10 +82,14 @@ TL_DEVICE void keys_of_run(Keys (&keys)[2], const Query *query, const Run &run) 
   }
 }
 
+#if defined(TL_EMULATOR)
 TL_DEVICE int warp_min(int x) {
   for (int w = 16; w; w /= 2) x = min(x, __shfl_xor_sync(0xffffffffu, x, w));
   return x;
 }
+#else
+TL_DEVICE int warp_min(int x) { return __reduce_min_sync(0xffffffffu, x); }
+#endif
 
 // run_from, by a warp.
 TL_DEVICE Run wide_run_from(const Query *query, int begin) {

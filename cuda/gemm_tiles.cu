@@ -64,8 +64,8 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring, int distance) {
       if (lane == 0) barrier_arrive_expecting(ring.full + slot * 8, n_panels * nbytes + n_groups * kGroupBytes);
       __syncwarp();
       if (lane < kOwnPanels && own_panel < n_panels)
-        copy_bulk_to(ring.memory + slot * S::kBytes + own_place, weights + (int64_t)stage * S::kPanelBytes, nbytes,
-                     ring.full + slot * 8, same_weights(rank));
+        copy_bulk_to(ring.memory + slot * S::kBytes + own_place, weights + (int64_t)stage * S::kPanelBytes, nbytes, ring.full + slot * 8,
+                     same_weights(rank));
     };
     const auto request_rows = [&](int stage, int slot) {
       if (lane == kOwnPanels && own_row_bytes)

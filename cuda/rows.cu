@@ -49,7 +49,8 @@ TL_DEVICE void norm_warp_quads(float4 (&v)[n], const float4 (&weight)[n], int di
   const float inverse = inverse_rms(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])), dim, eps);
 #pragma unroll
   for (int j = 0; j < n; j++)
-    v[j] = make_float4(v[j].x * inverse * weight[j].x, v[j].y * inverse * weight[j].y, v[j].z * inverse * weight[j].z, v[j].w * inverse * weight[j].w);
+    v[j] =
+        make_float4(v[j].x * inverse * weight[j].x, v[j].y * inverse * weight[j].y, v[j].z * inverse * weight[j].z, v[j].w * inverse * weight[j].w);
 }
 
 // Programs that pass fits_gemv, of rows of up to 1,024 * kQuads values, without a tail.

@@ -105,7 +105,9 @@ struct TileRegisters {
     return (tile.first_panel + panel_at(pair(), i % 4 / 2, panel_distance(g, kEnd))) * kPanelRows + warp / 4 * 8 + lane_id() / 4;
   }
   TL_DEVICE_MEMBER bool exists(int i) const { return tile.first_row + row_of(i) < g.n_rows && output(i) < g.weight.n_out; }
-  TL_DEVICE_MEMBER bool whole() const { return tile.first_row + kTileRows <= g.n_rows && tile.first_panel + kTilePanels <= g.weight.n_out / kPanelRows; }
+  TL_DEVICE_MEMBER bool whole() const {
+    return tile.first_row + kTileRows <= g.n_rows && tile.first_panel + kTilePanels <= g.weight.n_out / kPanelRows;
+  }
 
   // Scales and biases of this lane's outputs.
   TL_DEVICE_MEMBER void complete(TileSums &y, int part) const {
@@ -199,7 +201,8 @@ struct TileRegisters {
   // Where a row's values go from `first` on.
   TL_DEVICE_MEMBER int64_t row_offset(int row) const {
     const RowPlace at = rows[row];
-    return is_q ? (int64_t)row * (g.place.n_heads * g.place.kv.head_pad * 2) : at.page * (int64_t)g.place.kv.page_nbytes + at.pos % TL_PAGE_POSITIONS * 16;
+    return is_q ? (int64_t)row * (g.place.n_heads * g.place.kv.head_pad * 2)
+                : at.page * (int64_t)g.place.kv.page_nbytes + at.pos % TL_PAGE_POSITIONS * 16;
   }
   TL_DEVICE_MEMBER bool stores(int row) const { return is_head && tile.first_row + row < g.n_rows && (is_q || rows[row].page >= 0); }
 
@@ -210,8 +213,10 @@ struct TileRegisters {
 #pragma unroll
     for (int k = 0; k < kEndSums; k += 4) {
       const int i = kEndSums * part + k;
-      const float lower = __shfl_xor_sync(0xffffffffu, odd() ? y[i] : y[i + 1], 4), upper = __shfl_xor_sync(0xffffffffu, odd() ? y[i + 2] : y[i + 3], 4);
-      const float2 a = make_float2(odd() ? lower : y[i], odd() ? y[i + 1] : lower), b = make_float2(odd() ? upper : y[i + 2], odd() ? y[i + 3] : upper);
+      const float lower = __shfl_xor_sync(0xffffffffu, odd() ? y[i] : y[i + 1], 4),
+                  upper = __shfl_xor_sync(0xffffffffu, odd() ? y[i + 2] : y[i + 3], 4);
+      const float2 a = make_float2(odd() ? lower : y[i], odd() ? y[i + 1] : lower),
+                   b = make_float2(odd() ? upper : y[i + 2], odd() ? y[i + 3] : upper);
       const float2 c = make_float2(early[k], early[k + 1]), s = make_float2(early[k + 2], early[k + 3]);
       const float2 u = make_float2(turns ? fmaf(a.x, c.x, -(b.x * s.x)) : a.x, turns ? fmaf(a.y, c.y, -(b.y * s.y)) : a.y);
       const float2 v = make_float2(turns ? fmaf(b.x, c.x, a.x * s.x) : b.x, turns ? fmaf(b.y, c.y, a.y * s.y) : b.y);
