@@ -271,6 +271,9 @@ TL_DEVICE void let_next_kernel_start() {
 #endif
 }
 
+// A load that no cache of the multiprocessor answers: what an earlier kernel wrote is read though this one has not waited for it itself.
+TL_DEVICE float load_l2(const float *p) { return __ldcg(p); }
+
 // ---- flagged words: eight bytes that one CTA hands to another, stored and loaded together with the flag that tells which they are
 
 struct Flagged {

@@ -5,6 +5,9 @@
 // they read: two with the same outputs their weights, and of four those with the same rows these. Each CTA asks for half of it,
 // and the copy engine puts that into both. Clusters stay for the whole product and take tile after tile; the producer runs ahead
 // over a tile's end. Chunks are summed and added as in gemm_wgmma.cu, with the same bits.
+//
+// Squares do not fit some multiprocessors. Where these would save a turn, a second kernel takes the last squares as pairs there: it
+// starts when every CTA of the first one has seen the end of the kernel before them, and ends after the first one.
 #include <algorithm>
 
 #include "tile_registers.cuh"
@@ -18,10 +21,13 @@ constexpr int kPassRows = 64;                  // of an epilogue by rows
 constexpr int kScratchBytes = kConsumers / 32 * kMaxHeadDim * 4, kPassBytes = kPassRows * kSumStride * 4;
 constexpr int kPlacesBytes = 2 * kRows * (int)sizeof(RowPlace);  // of a tile's rows, and the next one's
 
+enum Order { kAlone, kLeads, kFollows };  // of kernels that share a product
+
 struct TilesArgs {
   GemmArgs gemm;
   int32_t n_stages;                // of the ring
   int32_t n_row_pairs, n_squares;  // the tiles of a cluster are a square, or a pair: those side by side, and all
+  int32_t order, first_square;     // kFollows: pairs are the halves of squares, from this one on
 };
 
 #if TL_WGMMA
@@ -29,6 +35,7 @@ struct TilesArgs {
 // A CTA's tile of a square; kDown: how many are below each other.
 template <int kDown>
 TL_DEVICE Tile tile_of(const TilesArgs &a, int square, int rank) {
+  if (kDown == 1 && a.order == kFollows) return tile_of<2>(a, a.first_square + square / kSide, square % kSide * kSide + rank);
   return {(square / a.n_row_pairs * kDown + rank / kSide) * kTilePanels, (square % a.n_row_pairs * kSide + rank % kSide) * kRows};
 }
 // Who shares a CTA's weights, and its rows: bits of ranks. Who fills its stages: itself, and these.
@@ -38,6 +45,13 @@ TL_DEVICE uint32_t same_rows(int rank) {
   return (kDown == 1 ? 1u : 5u) << rank % kSide;
 }
 TL_DEVICE int sender(int rank, int i) { return i == 0 ? rank : i == 1 ? rank ^ 1 : rank ^ kSide; }
+
+// After it, what earlier kernels wrote may be read.
+TL_DEVICE void await_input(const TilesArgs &a) {
+  if (a.order == kFollows) return;
+  wait_for_previous_kernel();
+  if (a.order == kLeads) let_next_kernel_start();
+}
 
 // The producer warp: lanes 0..3 their half of the panels, lane 4 its share of the rows, for all CTAs that multiply them. The
 // weights of the first stages do not wait for the kernel before this one.
@@ -76,7 +90,7 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring, int distance) {
     if (!waited) {
       const int n_early = min(ring.n_slots, n_stages);
       for (int s = 0; s < n_early; s++) request_weights(s, s);
-      wait_for_previous_kernel();
+      await_input(a);
       waited = true;
       for (; stage < n_early; stage++) {
         request_rows(stage, stage);
@@ -259,16 +273,17 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
     barrier_init_done();
   }
   cluster_sync();
-  let_next_kernel_start();
+  if (a.order != kLeads) let_next_kernel_start();
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
     give_registers<40>();
     if (warp == kConsumers / 32) produce<W, kDown>(a, ring, panel_distance(a.gemm, kEnd));
     if (places(kEnd) && warp == kConsumers / 32 + 1) find_places<kDown>(a, (RowPlace *)behind);
+    if (warp > kConsumers / 32) await_input(a);
     __syncwarp();
   } else {
     take_registers<232>();
-    wait_for_previous_kernel();
+    await_input(a);
     const Consumer<W, kDown> consumer{a, ring, warp, cluster_rank(), pad16(a.gemm.weight.n_in) / 16};
     if constexpr (kEnd == TileEnd::kRows)
       multiply_to_rows(consumer);
@@ -277,6 +292,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
     else
       multiply_and_end_later<W, kDown, kEnd>(consumer, (const RowPlace *)behind);
   }
+  if (a.order == kFollows) wait_for_previous_kernel();
   cluster_sync();  // no CTA leaves while another fills its stages or gives some back
 #endif
 }
@@ -287,14 +303,23 @@ void launch_ending(const Launcher &launcher, const GemmArgs &args) {
   const int n_stages = std::min(kMaxStages, (launcher.context.max_shared_nbytes - behind) / Stage<W, kRows>::kBytes);
   const int n_row_tiles = (args.n_rows + kRows - 1) / kRows, n_output_tiles = (args.weight.n_out / kPanelRows + kTilePanels - 1) / kTilePanels;
   const int n_row_pairs = (n_row_tiles + kSide - 1) / kSide, nbytes = n_stages * Stage<W, kRows>::kBytes + behind;
-  // Squares read less, but fewer multiprocessors have room for them: they are taken where they need no more turns than pairs do.
   const auto kernel = [](int down) { return down == 1 ? gemm_tiles<W, 1, kEnd> : gemm_tiles<W, 2, kEnd>; };
   const auto shape = [&](int down, int n_clusters) { return Shape{dim3(n_clusters * kSide * down), kCtaThreads, nbytes, kSide * down}; };
   const auto n_squares = [&](int down) { return n_row_pairs * ((n_output_tiles + down - 1) / down); };
   const auto at_once = [&](int down) { return launcher.clusters_at_once(kernel(down), shape(down, 1)); };
   const auto n_turns = [&](int down) { return (n_squares(down) + at_once(down) - 1) / at_once(down); };
-  const int down = n_turns(2) <= n_turns(1) ? 2 : 1, n_clusters = std::min(n_squares(down), at_once(down));
-  launcher.launch(kernel(down), shape(down, n_clusters), TilesArgs{args, n_stages, n_row_pairs, n_squares(down)});
+  const auto launch = [&](int down, int n, int order, int first) {
+    launcher.launch(kernel(down), shape(down, std::min(n, at_once(down))), TilesArgs{args, n_stages, n_row_pairs, n, order, first});
+  };
+  // Squares read less, but fewer multiprocessors have room for them. Pairs on the others take a share where that saves a turn.
+  const int n = n_squares(2), n_pairs_beside = std::max(0, at_once(1) - 2 * at_once(2)), n_at_once = 2 * at_once(2) + n_pairs_beside;
+  const int turns = (2 * n + n_at_once - 1) / n_at_once, n_first = turns * at_once(2);
+  if (n <= n_first) return launch(2, n, kAlone, 0);
+  if (!launcher.context.overlaps || turns > n_turns(1))
+    return n_turns(2) <= n_turns(1) ? launch(2, n, kAlone, 0) : launch(1, n_squares(1), kAlone, 0);
+  launch(2, n_first, kLeads, 0);
+  launcher.launch(kernel(1), shape(1, std::min(2 * (n - n_first), n_pairs_beside)),
+                  TilesArgs{args, n_stages, n_row_pairs, 2 * (n - n_first), kFollows, n_first});
 }
 
 template <class W>

@@ -86,11 +86,21 @@ __global__ void __launch_bounds__(kThreads, 1) run_many_rows(const RowsArgs a) {
     }
   }
   if (norms_last) norm_warp_quads(v, last, dim, p.eps);
-  if (!a.operand.data) return;
+  const Operand &to = a.operand;
+  if (!to.data) return;
+  if (to.dtype != TL_F32 && to.layout == kOperandTiles) {
+    uint16_t *first = (uint16_t *)to.data + operand_index(to, row, warp_quad_index(0));
+    const int step = 2 * to.n_groups * 512;  // to the values 128 columns further
 #pragma unroll
-  for (int j = 0; j < n; j++)
-    if (warp_quad_index(j) < dim) store_operand_quad(a.operand, row, warp_quad_index(j), v[j]);
-  if (lane_id() < pad16(dim) - dim) store_operand(a.operand, row, dim + lane_id(), 0.0f);
+    for (int j = 0; j < n; j++)
+      if (warp_quad_index(j) < dim)
+        *(uint2 *)(first + j * step) = make_uint2(pack_pair(to.dtype, v[j].x, v[j].y), pack_pair(to.dtype, v[j].z, v[j].w));
+  } else {
+#pragma unroll
+    for (int j = 0; j < n; j++)
+      if (warp_quad_index(j) < dim) store_operand_quad(to, row, warp_quad_index(j), v[j]);
+  }
+  if (lane_id() < pad16(dim) - dim) store_operand(to, row, dim + lane_id(), 0.0f);
 }
 
 __global__ void __launch_bounds__(kThreads) copy_rows(const CopyArgs a) {

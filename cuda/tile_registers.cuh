@@ -134,7 +134,7 @@ struct TileRegisters {
     const float *addend = g.epilogue.addend + first_at();
 #pragma unroll
     for (int i = 0; i < kEndSums; i++)
-      if (kWhole || exists(kEndSums * part + i)) early[i] = addend[at(kEndSums * part + i)];
+      if (kWhole || exists(kEndSums * part + i)) early[i] = load_l2(addend + at(kEndSums * part + i));
   }
 
   template <bool kAdds, bool kWhole>
