@@ -30,11 +30,12 @@ TL_DEVICE void load_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, c
 // Begins the scores of a chunk, of its pages' first eight keys and of the others; `pages`: four, page_bytes apart.
 template <class Kv, int kDims>
 TL_DEVICE void begin_scores(float (&x)[2][kPagesOfChunk * 4], const uint32_t (&q)[kDims / 16][4], shared_t pages, int page_bytes) {
+  const uint64_t keys = wgmma_tiles(pages, page_bytes, 256);
   wgmma_fence();
 #pragma unroll
   for (int b = 0; b < kDims / 16; b++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) wgmma<Kv>(x[half], q[b], wgmma_tiles(pages + b * 512 + half * 128, page_bytes, 256), b > 0);
+    for (int half = 0; half < 2; half++) wgmma<Kv>(x[half], q[b], wgmma_tiles_at(keys, b * 512 + half * 128), b > 0);
   wgmma_commit();
 }
 
@@ -56,9 +57,10 @@ TL_DEVICE void score_chunk(float (&s)[kPagesOfChunk][2][4], const uint32_t (&q)[
 // Begins O of the chunk, from zero; `values`: V of the first page.
 template <class Kv, int kDims>
 TL_DEVICE void begin_weighing(float (&o)[kDims / 2], const uint32_t (&p)[kPagesOfChunk][4], shared_t values, int page_bytes) {
+  const uint64_t tiles = wgmma_tiles(values, 256);
   wgmma_fence();
 #pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) wgmma<Kv, true>(o, p[j], wgmma_tiles(values + j * page_bytes, 256), j > 0);
+  for (int j = 0; j < kPagesOfChunk; j++) wgmma<Kv, true>(o, p[j], wgmma_tiles_at(tiles, j * page_bytes), j > 0);
   wgmma_commit();
 }
 

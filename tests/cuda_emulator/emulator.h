@@ -291,6 +291,7 @@ inline uint64_t wgmma_tiles(shared_t p, int group_bytes, int inner_bytes = 128) 
   const int cta = emulator::current->cta;
   return (uint64_t)(p - (shared_t)emulator::shared_memory(cta)) | (uint64_t)group_bytes << 32 | (uint64_t)inner_bytes << 48;
 }
+inline uint64_t wgmma_tiles_at(uint64_t tiles, int nbytes) { return tiles + nbytes; }
 inline const uint8_t *tile_of(uint64_t tiles, int group, int inner) {
   return emulator::shared_memory(emulator::current->cta) + (uint32_t)tiles + group * (int)(tiles >> 32 & 0xffff) + inner * (int)(tiles >> 48);
 }
