@@ -161,6 +161,7 @@ TL_DEVICE void attend_steps(const Cta &cta, HalfState<kDims> &state, float *tota
         begin_weighing<Kv, kHalf>(o[t], p[t], cta.values(n_values) + t * kPagesOfChunk * v_nbytes + kTeam * (kHalf / 16) * 512, v_nbytes);
       n_keys++;
       n_values++;
+      sync_threads(2, kCtaThreads);  // a team's scores stand behind both teams' O, which are waited for first
       begin_scoring();  // of the next step, or after the last one of whatever is there
       MergeFactors f[kTeams][2];
       bool alive[kTeams][2];

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kRows = kTileRows, kSide = 2;  // two tiles side by side have the same outputs, two below each other the same rows
 constexpr int kCtaThreads = kConsumers + 128;  // the producer's warpgroup gives its registers to the others
+constexpr int kStagesOfTwo = 64;               // that each CTA multiplies, from which on two kernels share a product
 constexpr int kPassRows = 64;                  // of an epilogue by rows
 constexpr int kScratchBytes = kConsumers / 32 * kMaxHeadDim * 4, kPassBytes = kPassRows * kSumStride * 4;
 constexpr int kPlacesBytes = 2 * kRows * (int)sizeof(RowPlace);  // of a tile's rows, and the next one's
@@ -311,11 +312,13 @@ void launch_ending(const Launcher &launcher, const GemmArgs &args) {
   const auto launch = [&](int down, int n, int order, int first) {
     launcher.launch(kernel(down), shape(down, std::min(n, at_once(down))), TilesArgs{args, n_stages, n_row_pairs, n, order, first});
   };
-  // Squares read less, but fewer multiprocessors have room for them. Pairs on the others take a share where that saves a turn.
+  // Squares read less, but fewer multiprocessors have room for them. Pairs on the others take a share where that saves a turn, unless so
+  // little is to do that the second kernel's start would cost more.
   const int n = n_squares(2), n_pairs_beside = std::max(0, at_once(1) - 2 * at_once(2)), n_at_once = 2 * at_once(2) + n_pairs_beside;
   const int turns = (2 * n + n_at_once - 1) / n_at_once, n_first = turns * at_once(2);
   if (n <= n_first) return launch(2, n, kAlone, 0);
-  if (!launcher.context.overlaps || turns > n_turns(1))
+  const bool pays = turns * n_stages_of(args.weight.n_in) >= kStagesOfTwo;
+  if (!launcher.context.overlaps || turns > n_turns(1) || !pays)
     return n_turns(2) <= n_turns(1) ? launch(2, n, kAlone, 0) : launch(1, n_squares(1), kAlone, 0);
   launch(2, n_first, kLeads, 0);
   launcher.launch(kernel(1), shape(1, std::min(2 * (n - n_first), n_pairs_beside)),

@@ -190,7 +190,8 @@ struct TileRegisters {
 #pragma unroll
     for (int k = 0; k < kEndSums; k += 4) {
       const int at = max(rows[own_row(kEndSums * part + k)].pos, 0) * half + dim;
-      const float2 c = *(const float2 *)(g.place.cos + at), s = *(const float2 *)(g.place.sin + at);
+      float2 c = make_float2(0.0f, 0.0f), s = c;
+      if (turns) c = *(const float2 *)(g.place.cos + at), s = *(const float2 *)(g.place.sin + at);
       early[k] = c.x;
       early[k + 1] = c.y;
       early[k + 2] = s.x;

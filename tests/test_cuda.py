@@ -109,10 +109,15 @@ def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv
         ("int8", "bf16", 64, {"n_heads": 5, "n_kv_heads": 5}),
         ("f16", "fp16", 128, {"activation": "gelu", "block_norm": "post"}),
         ("bf16", "bf16", 80, {"qk_norm": "head"}),
+        ("bf16", "bf16", 64, {"n_heads": 1, "n_kv_heads": 1, "ffn_dim": 1344}),
     ],
+    ids=["bf16", "biases", "int8", "f16", "by row", "two kernels"],
 )
 def test_many_rows_multiply_with_the_bits_of_few(tmp_path, dtype, kv_mode, head_dim, changes):
-    """More than 128 rows multiply in tiles, several to a CTA, whose ends run under the products of the next; fewer rows do not."""
+    """More than 128 rows multiply in tiles, several to a CTA, whose ends run under the products of the next; fewer rows do not.
+
+    The last case is one that two kernels share where the device is as small as the emulator's.
+    """
     config = small(**{"dim": 288, "ffn_dim": 336, "n_heads": 3, "n_kv_heads": 3, "head_dim": head_dim, "n_core": 1, "tied_embeddings": False, **changes})
     tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype=dtype), dtype=dtype)
     tokens = random_tokens(config, 300)
