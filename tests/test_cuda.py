@@ -118,7 +118,8 @@ def test_many_rows_multiply_with_the_bits_of_few(tmp_path, dtype, kv_mode, head_
 
     The last case is one that two kernels share where the device is as small as the emulator's.
     """
-    config = small(**{"dim": 288, "ffn_dim": 336, "n_heads": 3, "n_kv_heads": 3, "head_dim": head_dim, "n_core": 1, "tied_embeddings": False, **changes})
+    sizes = {"dim": 288, "ffn_dim": 336, "n_heads": 3, "n_kv_heads": 3, "head_dim": head_dim, "n_core": 1}
+    config = small(**{**sizes, "tied_embeddings": False, **changes})
     tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype=dtype), dtype=dtype)
     tokens = random_tokens(config, 300)
     with tl.Model(tmp_path / "m.tinyloop", 320, device="cuda", kv_mode=kv_mode) as model:
