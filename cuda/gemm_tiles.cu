@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
     }
     barrier_init_done();
   }
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
   if (a.order != kLeads) let_next_kernel_start();
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
@@ -184,7 +185,6 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
       multiply_and_end_later<W, kDown, kEnd>(consumer, (const RowPlace *)behind);
   }
   if (a.order == kFollows) wait_for_previous_kernel();
-  cluster_sync();  // no CTA leaves while another fills its stages or gives some back
 #endif
 }
 

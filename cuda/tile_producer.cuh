@@ -93,6 +93,11 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring, int distance) {
       ring.next();
     }
   }
+  // This CTA's memory stays until all that use its stages have given them back.
+  for (int s = 0; s < ring.n_slots; s++) {
+    barrier_wait(ring.empty + ring.slot * 8, ring.parity);
+    ring.next();
+  }
 }
 
 // What a tile's end needs to know of its rows, by a warp of its own that is one tile ahead of the products. A place is read before the
