@@ -98,22 +98,23 @@ TL_DEVICE void store_padding(const AttendArgs &a, const Query &q) {
   for (int k = a.place.n_heads * a.place.head_dim; k < a.out.n_in; k++) store_operand(a.out, q.row, k, 0.0f);
 }
 
+// The dims from first_dim on.
 template <int kDims>
-TL_DEVICE void store_output(const AttendArgs &a, const State<kDims> &s, const float *total, const Query *query, const Run &run) {
+TL_DEVICE void store_output(const AttendArgs &a, const State<kDims> &s, const float *total, const Query *query, const Run &run, int first_dim = 0) {
   const int head_dim = a.place.head_dim;
 #pragma unroll 1
   for (int h = 0; h < 2; h++) {
-    const int at = warp_id() * kTileQueries + lane_id() / 4 + 8 * h;
+    const int at = warp_id() % kTileWarps * kTileQueries + lane_id() / 4 + 8 * h;
     const Query q = query[at];
     if (at < run.begin || at >= run.end || q.row < 0) continue;
     const float l = h ? s.total_l[1] : s.total_l[0], inverse = l != 0.0f ? 1.0f / l : 0.0f;
 #pragma unroll 4
     for (int b = 0; b < kDims / 8; b++) {
-      const int d = b * 8 + lane_id() % 4 * 2, i = b * 4 + 2 * h;
+      const int d = first_dim + b * 8 + lane_id() % 4 * 2, i = b * 4 + 2 * h;
       if (d < head_dim)
         store_operand_pair(a.out, q.row, q.head * head_dim + d, total[i * kTileThreads] * inverse, total[(i + 1) * kTileThreads] * inverse);
     }
-    store_padding(a, q);
+    if (!first_dim) store_padding(a, q);
   }
 }
 

@@ -27,29 +27,40 @@ TL_DEVICE void load_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, c
   }
 }
 
-// Scores; `pages`: four of page_bytes each, K first.
+// Begins the scores of a chunk, of its pages' first eight keys and of the others; `pages`: four, page_bytes apart.
 template <class Kv, int kDims>
-TL_DEVICE void score_chunk(float (&s)[kPagesOfChunk][2][4], const uint32_t (&q)[kDims / 16][4], shared_t pages, int page_bytes) {
-  float x[2][kPagesOfChunk * 4];
+TL_DEVICE void begin_scores(float (&x)[2][kPagesOfChunk * 4], const uint32_t (&q)[kDims / 16][4], shared_t pages, int page_bytes) {
+  const uint64_t keys = wgmma_tiles(pages, page_bytes, 256);
   wgmma_fence();
 #pragma unroll
   for (int b = 0; b < kDims / 16; b++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) wgmma<Kv>(x[half], q[b], wgmma_tiles(pages + b * 512 + half * 128, page_bytes, 256), b > 0);
+    for (int half = 0; half < 2; half++) wgmma<Kv>(x[half], q[b], wgmma_tiles_at(keys, b * 512 + half * 128), b > 0);
   wgmma_commit();
+}
+
+TL_DEVICE void take_scores(float (&s)[kPagesOfChunk][2][4], const float (&x)[2][kPagesOfChunk * 4]) {
+#pragma unroll
+  for (int i = 0; i < kPagesOfChunk * 8; i++) s[i / 8][i % 8 / 4][i % 4] = x[i % 8 / 4][i / 8 * 4 + i % 4];
+}
+
+template <class Kv, int kDims>
+TL_DEVICE void score_chunk(float (&s)[kPagesOfChunk][2][4], const uint32_t (&q)[kDims / 16][4], shared_t pages, int page_bytes) {
+  float x[2][kPagesOfChunk * 4];
+  begin_scores<Kv, kDims>(x, q, pages, page_bytes);
   wgmma_wait<0>();
   accumulators_ready(x[0]);
   accumulators_ready(x[1]);
-#pragma unroll
-  for (int i = 0; i < kPagesOfChunk * 8; i++) s[i / 8][i % 8 / 4][i % 4] = x[i % 8 / 4][i / 8 * 4 + i % 4];
+  take_scores(s, x);
 }
 
 // Begins O of the chunk, from zero; `values`: V of the first page.
 template <class Kv, int kDims>
 TL_DEVICE void begin_weighing(float (&o)[kDims / 2], const uint32_t (&p)[kPagesOfChunk][4], shared_t values, int page_bytes) {
+  const uint64_t tiles = wgmma_tiles(values, 256);
   wgmma_fence();
 #pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) wgmma<Kv, true>(o, p[j], wgmma_tiles(values + j * page_bytes, 256), j > 0);
+  for (int j = 0; j < kPagesOfChunk; j++) wgmma<Kv, true>(o, p[j], wgmma_tiles_at(tiles, j * page_bytes), j > 0);
   wgmma_commit();
 }
 
@@ -73,10 +84,14 @@ TL_DEVICE void keys_of_run(Keys (&keys)[2], const Query *query, const Run &run) 
   }
 }
 
+#if defined(TL_EMULATOR)
 TL_DEVICE int warp_min(int x) {
   for (int w = 16; w; w /= 2) x = min(x, __shfl_xor_sync(0xffffffffu, x, w));
   return x;
 }
+#else
+TL_DEVICE int warp_min(int x) { return __reduce_min_sync(0xffffffffu, x); }
+#endif
 
 // run_from, by a warp.
 TL_DEVICE Run wide_run_from(const Query *query, int begin) {

@@ -1,107 +1,160 @@
-// Attention for many rows on wgmma: a CTA takes 64 queries of one KV head (rows, and within a row the heads that share it) through
-// all their key chunks, which arrive one ahead. The group's O stays in registers, the total over groups in shared memory.
-#include "attend_wgmma.cuh"
+// Attention for many rows on wgmma: a CTA takes 64 queries of one KV head (rows, and within a row the heads that share it) through all
+// their key chunks, two at a time.
+//
+// A query's chunks are merged one after another, so what a CTA does in a row bounds the kernel. Its two warpgroups therefore score
+// and soften a chunk each, hand each other P, and then weigh and merge both chunks for half of the dims each. The scores of the next
+// two chunks run meanwhile, and their keys and values arrive a step ahead. The group's O stays in registers, the total over groups
+// in shared memory.
+#include <algorithm>
+
+#include "attend_steps.cuh"
 
 namespace tl {
 namespace {
 
-constexpr int kSlots = 2;  // chunks in shared memory: one that is used, one on its way
-
 #if TL_WGMMA
 
-// `empty` is told when the chunk's pages have been read.
-template <class Kv, int kDims>
-TL_DEVICE void attend_chunk(State<kDims> &state, const AttendArgs &a, const uint32_t (&q)[kDims / 16][4], const Keys (&keys)[2], shared_t pages,
-                            shared_t empty, int chunk) {
-  const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes, first = chunk * TL_KEY_CHUNK;
-  const Sight sight = sight_of(keys, first);
-  float s[kPagesOfChunk][2][4], m[2], o[kDims / 2];
-  uint32_t p[kPagesOfChunk][4];
-  score_chunk<Kv, kDims>(s, q, pages, page_bytes);
-  soften_chunk<Kv>(p, m, s, keys, first, sight, a.scale);
-  begin_weighing<Kv, kDims>(o, p, pages + a.place.kv.k_nbytes, page_bytes);
-  MergeFactors f[2];
+// The end of a run: its last group joins the total, which lies in shared memory where there were others, and O goes out. kTiles: to tiles
+// of 16-bit values, heads whole.
+template <class Kv, int kDims, bool kTiles>
+TL_DEVICE void leave_output(const AttendArgs &a, const HalfState<kDims> &s, const float *total, bool more_groups, const Query *query, const Run &run,
+                            int first_dim) {
+  const int head_dim = a.place.head_dim, lane_dim = lane_id() % 4 * 2;
 #pragma unroll
-  for (int h = 0; h < 2; h++) absorb(state, f[h], m[h], sum_of_p<Kv>(p, h), sight.alive[h], h);
-  wgmma_wait<0>();
-  accumulators_ready(o);
-  if (lane_id() == 0) barrier_arrive(empty);
+  for (int h = 0; h < 2; h++) {
+    const int at = warp_id() % kTileWarps * kTileQueries + lane_id() / 4 + 8 * h;
+    const Query q = query[at];
+    if (at < run.begin || at >= run.end || q.row < 0) continue;
+    const bool any = s.m[h] != kMasked;
+    const MergeFactors f = merge_factors(s.total_m[h], s.m[h]);
+    const float l = any ? merge_value(s.total_l[h], s.l[h], f) : s.total_l[h], inverse = l != 0.0f ? 1.0f / l : 0.0f;
+    const auto value = [&](int i) {
+      const float earlier = more_groups ? total[i * kTileThreads] : 0.0f;
+      return (any ? merge_value(earlier, s.o[i / 8][i % 8 / 4][i % 4], f) : earlier) * inverse;
+    };
+    const int first = q.head * head_dim + first_dim + lane_dim;
+    uint16_t *to = (uint16_t *)a.out.data + (kTiles ? operand_index(a.out, q.row, first) : 0);
 #pragma unroll
-  for (int b = 0; b < kDims / 16; b++) {
-    float block[2][4];
-#pragma unroll
-    for (int i = 0; i < 8; i++) block[i / 4][i % 4] = o[b * 8 + i];
-    absorb_block(state.o[b], block, f, sight.alive);
+    for (int b = 0; b < kDims / 16; b++) {
+      const float lower = value(b * 4 + 2 * h), upper = value(b * 4 + 2 * h + 1);
+      if (kTiles)
+        *(uint32_t *)(to + b * 64) = pack_pair(a.out.dtype, lower, upper);
+      else if (first_dim + b * 8 + lane_dim < head_dim)
+        store_operand_pair(a.out, q.row, first + b * 8, lower, upper);
+    }
+    if (!kTiles && !first_dim) store_padding(a, q);
   }
 }
 
-// Tiles in an order that gives SMs an even share: later rows read more keys, and go first; the short ones join them.
+// Units are a tile of queries and a KV head. Those whose rows read most keys come first, and the short ones join them.
 TL_DEVICE int tile_of(int unit, int n_tiles) { return unit < (n_tiles + 1) / 2 ? n_tiles - 1 - unit : unit - (n_tiles + 1) / 2; }
+
+struct Units {
+  int n_tiles;
+  TL_DEVICE_MEMBER int count(const AttendArgs &a) const { return n_tiles * a.place.n_kv_heads; }
+  // By kWideQueries threads.
+  TL_DEVICE_MEMBER void find_query(const AttendArgs &a, Query *query, int unit) const {
+    const int group = a.place.n_heads / a.place.n_kv_heads, kv_head = unit % a.place.n_kv_heads;
+    const int flat = tile_of(unit / a.place.n_kv_heads, n_tiles) * kWideQueries + threadIdx.x;
+    query[threadIdx.x] = query_at(a, flat / group, kv_head * group + flat % group, flat / group < a.place.rows.n_rows);
+  }
+};
 
 #endif
 
+struct WideArgs {
+  AttendArgs attend;
+  int32_t n_tiles;
+};
+
 template <class Kv, int kDims>
-__global__ void __launch_bounds__(kTileThreads, 2) attend_wide(const AttendArgs a) {
+__global__ void __launch_bounds__(kCtaThreads, 1) attend_wide(const WideArgs args) {
 #if TL_WGMMA
-  const int group = a.place.n_heads / a.place.n_kv_heads, chunk_bytes = kPagesOfChunk * (a.place.kv.k_nbytes + a.place.kv.v_nbytes);
-  const int kv_head = blockIdx.x % a.place.n_kv_heads, tile = tile_of(blockIdx.x / a.place.n_kv_heads, gridDim.x / a.place.n_kv_heads);
+  const AttendArgs &a = args.attend;
+  const Units units{args.n_tiles};
   uint8_t *memory = shared_memory<uint8_t>();
-  const shared_t chunks = shared_of(memory), full = chunks + kSlots * chunk_bytes, empty = full + kSlots * 8;
-  Query *query = (Query *)(memory + kSlots * chunk_bytes + 2 * kSlots * 8);
-  float *total = (float *)(query + kWideQueries) + threadIdx.x;
+  const Layout at = layout_of(a.place.kv.k_nbytes, a.place.kv.v_nbytes, kDims);
+  Query *queries = (Query *)(memory + at.query);
+  Cta cta{a, (int)blockIdx.x % a.place.n_kv_heads, memory, at, shared_of(memory)};
   let_next_kernel_start();
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kSlots; s++) {
-      barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, kTileWarps);
-    }
+    for (int s = 0; s < 2 * kSlots; s++) barrier_init(cta.full + s * 8, 1);
     barrier_init_done();
   }
-  if (threadIdx.x < kWideQueries) {
-    const int flat = tile * kWideQueries + threadIdx.x;
-    query[threadIdx.x] = query_at(a, flat / group, kv_head * group + flat % group, flat / group < a.place.rows.n_rows);
-  }
+  if (threadIdx.x < kWideQueries) units.find_query(a, queries, blockIdx.x);
   __syncthreads();
-  wait_for_previous_kernel();
-  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / kTileWarps;  // the same for the warp, and known to be
+  float *total = (float *)(memory + at.total) + team * kDims / 4 * kTileThreads + threadIdx.x % kTileThreads;
+  constexpr int kStepKeys = kTeams * TL_KEY_CHUNK;
   uint32_t q[kDims / 16][4];
-  load_queries<kDims>(q, a, query);
-  int n_used = 0;  // chunks so far
+  int unit = blockIdx.x, n_units = 0;  // the unit, and how many came before
+  int n_keys = 0, n_values = 0;        // steps so far
+  Run run = wide_run_from(queries, 0);
+  Pages pages(cta, run.seq < 0 ? nullptr : table_of(a.place.rows, run.seq), run.keys);
+  if (warp == 0 && run.keys.end) pages.begin(run.keys.first / kStepKeys);
+  bool is_new = true;  // the unit
+  wait_for_previous_kernel();
+  // Asks for what a run needs first, when all slots are free.
+  const auto begin = [&] {
+    if (warp == 0 && run.keys.end) {
+      pages.request(cta, n_keys, n_values);
+      pages.request(cta, n_keys + 1, -1);
+    }
+    if (is_new) load_queries<kDims>(q, a, queries + n_units % kQueryBuffers * kWideQueries);
+  };
+  begin();
 #pragma unroll 1
-  for (int begin = 0; begin < kWideQueries;) {
-    const Run run = wide_run_from(query, begin);
-    begin = run.end;
-    if (run.seq < 0) continue;
-    const int32_t *table = table_of(a.place.rows, run.seq);
-    const int first_chunk = run.keys.first / TL_KEY_CHUNK, end_chunk = (run.keys.end + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK;
-    int page = first_chunk < end_chunk && warp == 0 ? page_for_lane(table, first_chunk, run.keys) : 0;  // of the next chunk to request
-    const auto request = [&](int chunk) {                                                              // by the first warp
-      const int n = n_used + chunk - first_chunk, slot = n % kSlots;
-      if (n >= kSlots) barrier_wait(empty + slot * 8, (n / kSlots - 1) % 2);
-      request_chunk(a, chunks + slot * chunk_bytes, page, kv_head, full + slot * 8);
-      page = page_for_lane(table, chunk + 1, run.keys);  // on its way while this chunk is attended to
-    };
-    if (warp == 0 && first_chunk < end_chunk) request(first_chunk);
+  for (;;) {
+    const Query *query = queries + n_units % kQueryBuffers * kWideQueries;
+    if (is_new && unit + (int)gridDim.x < units.count(a) && threadIdx.x < kWideQueries)
+      units.find_query(a, queries + (n_units + 1) % kQueryBuffers * kWideQueries, unit + gridDim.x);
     Keys keys[2];
     keys_of_run(keys, query, run);
-    State<kDims> state;
+    HalfState<kDims> state;
     empty_group(state);
 #pragma unroll
     for (int h = 0; h < 2; h++) state.total_m[h] = kMasked, state.total_l[h] = 0.0f;
+    const Steps steps{__shfl_sync(0xffffffffu, run.keys.first / kStepKeys, 0),
+                      __shfl_sync(0xffffffffu, (run.keys.end + kStepKeys - 1) / kStepKeys, 0)};
+    const bool more_groups = steps.first / kGroupSteps != (steps.end - 1) / kGroupSteps;
+    if (more_groups)
 #pragma unroll 8
-    for (int i = 0; i < kDims / 2; i++) total[i * kTileThreads] = 0.0f;
-#pragma unroll 1
-    for (int chunk = first_chunk; chunk < end_chunk; chunk++) {
-      const int n = n_used + chunk - first_chunk, slot = n % kSlots;
-      if (warp == 0 && chunk + 1 < end_chunk) request(chunk + 1);
-      barrier_wait(full + slot * 8, n / kSlots % 2);
-      attend_chunk<Kv, kDims>(state, a, q, keys, chunks + slot * chunk_bytes, empty + slot * 8, chunk);
-      if ((chunk + 1) % TL_CHUNK_GROUP == 0 || chunk + 1 == end_chunk) close_group(state, total);
+      for (int i = 0; i < kDims / 4; i++) total[i * kTileThreads] = 0.0f;
+    if (run.keys.end) {
+      if (team == 0)
+        attend_steps<Kv, kDims, 0>(cta, state, total, q, keys, pages, warp == 0, steps, n_keys, n_values);
+      else
+        attend_steps<Kv, kDims, 1>(cta, state, total, q, keys, pages, false, steps, n_keys, n_values);
+      n_keys += steps.end - steps.first + 1;
+      n_values += steps.end - steps.first;
     }
-    n_used += max(end_chunk - first_chunk, 0);
-    store_output(a, state, total, query, run);
+    sync_threads(1, kCtaThreads);  // all slots are free, and the next unit's queries are known
+    const Run done = run;
+    is_new = run.end >= kWideQueries;
+    if (is_new) unit += gridDim.x, n_units++;
+    const bool last = unit >= units.count(a);
+    if (!last) {
+      run = wide_run_from(queries + n_units % kQueryBuffers * kWideQueries, is_new ? 0 : run.end);
+      cta.kv_head = unit % a.place.n_kv_heads;
+      pages = Pages(cta, run.seq < 0 ? nullptr : table_of(a.place.rows, run.seq), run.keys);
+      if (warp == 0 && run.keys.end) pages.begin(run.keys.first / kStepKeys);
+      begin();
+    }
+    if (done.seq >= 0) {
+      const bool tiles = a.out.layout == kOperandTiles && a.out.dtype != TL_F32 && a.place.head_dim == kDims;
+      if (tiles)
+        leave_output<Kv, kDims, true>(a, state, total, more_groups, query, done, team * kDims / 2);
+      else
+        leave_output<Kv, kDims, false>(a, state, total, more_groups, query, done, team * kDims / 2);
+    }
+    if (last) break;
   }
 #endif
+}
+
+template <class Kv>
+void launch_with(const Launcher &launcher, const WideArgs &args, const Shape &shape) {
+  launcher.launch(args.attend.place.kv.head_pad == 64 ? attend_wide<Kv, 64> : attend_wide<Kv, 128>, shape, args);
 }
 
 }  // namespace
@@ -109,15 +162,11 @@ __global__ void __launch_bounds__(kTileThreads, 2) attend_wide(const AttendArgs 
 bool launch_attend_wide(const Launcher &launcher, const AttendArgs &args) {
   const KvLayer &kv = args.place.kv;
   const int n_rows = args.place.rows.n_rows * (args.place.n_heads / args.place.n_kv_heads);
-  const int n_tiles = (n_rows + kWideQueries - 1) / kWideQueries;
-  const int nbytes =
-      kSlots * (kPagesOfChunk * (kv.k_nbytes + kv.v_nbytes) + 16) + kWideQueries * (int)sizeof(Query) + kv.head_pad / 2 * kTileThreads * 4;
+  const int n_tiles = (n_rows + kWideQueries - 1) / kWideQueries, nbytes = layout_of(kv.k_nbytes, kv.v_nbytes, kv.head_pad).nbytes;
   if (!attends_by_wgmma(launcher.context, args) || nbytes > launcher.context.max_shared_nbytes) return false;
-  const Shape shape{dim3(n_tiles * args.place.n_kv_heads), kTileThreads, nbytes, 1};
-  if (kv.dtype == TL_BF16)
-    launcher.launch(kv.head_pad == 64 ? attend_wide<Bf16, 64> : attend_wide<Bf16, 128>, shape, args);
-  else
-    launcher.launch(kv.head_pad == 64 ? attend_wide<F16, 64> : attend_wide<F16, 128>, shape, args);
+  const WideArgs wide{args, n_tiles};
+  const Shape shape{dim3(std::min(n_tiles * args.place.n_kv_heads, launcher.context.n_multiprocessors)), kCtaThreads, nbytes, 1};
+  kv.dtype == TL_BF16 ? launch_with<Bf16>(launcher, wide, shape) : launch_with<F16>(launcher, wide, shape);
   return true;
 }
 

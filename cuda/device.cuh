@@ -97,6 +97,8 @@ TL_DEVICE float2 unpack_f16(uint32_t u) {
   memcpy(&v, &u, 4);
   return __half22float2(v);
 }
+// Four bytes of a (0..3) and b (4..7): a hexadecimal digit of `which` for each, the lowest first.
+TL_DEVICE uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
 // a - b of bfloat16 pairs whose differences are exact.
 TL_DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
   __nv_bfloat162 x, y;
@@ -273,6 +275,9 @@ TL_DEVICE void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// A load that no cache of the multiprocessor answers: what an earlier kernel wrote is read though this one has not waited for it itself.
+TL_DEVICE float load_l2(const float *p) { return __ldcg(p); }
 
 // ---- flagged words: eight bytes that one CTA hands to another, stored and loaded together with the flag that tells which they are
 

@@ -62,20 +62,29 @@ struct LeftBlocks {
   }
 };
 
+// Where the tensor cores find a stage: the weights of this warpgroup, and the rows.
+struct StageTiles {
+  uint64_t weights, rows;
+};
 template <class W, int N>
-TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, shared_t stage, int warp, int block, bool add) {
+TL_DEVICE StageTiles tiles_of(shared_t stage, int warp) {
   using S = Stage<W, N>;
-  const uint64_t rows = wgmma_tiles(stage + S::kWeightBytes + block * 256, kGroupBytes);
+  return {W::kInt8 ? 0 : wgmma_tiles(stage + warp / 4 * 128, S::kPanelBytes, 256), wgmma_tiles(stage + S::kWeightBytes, kGroupBytes)};
+}
+
+template <class W, int N>
+TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, const StageTiles &tiles, int block, bool add) {
+  const uint64_t rows = wgmma_tiles_at(tiles.rows, block * 256);
   if constexpr (W::kInt8)
     wgmma<typename W::Op>(sum, left.w[block], rows, add);
   else
-    wgmma<typename W::Op>(sum, wgmma_tiles(stage + warp / 4 * 128 + block * W::kBlockBytes, S::kPanelBytes, 256), rows, add);
+    wgmma<typename W::Op>(sum, wgmma_tiles_at(tiles.weights, block * W::kBlockBytes), rows, add);
 }
 
 // Sums a whole chunk. While a stage's products run, the next one is waited for and begun; `release(slot)` gives a stage back
-// when the products after it have begun.
-template <class W, int N, class Release>
-TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release) {
+// when the products after it have begun. `meanwhile(j)` runs under the products of stage j.
+template <class W, int N, class Release, class Meanwhile>
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release, const Meanwhile &meanwhile) {
   using S = Stage<W, N>;
   LeftBlocks<W> left[2];
   int held = 0;
@@ -83,11 +92,13 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Releas
   for (int j = 0; j < kChunkStages; j++) {
     barrier_wait(ring.full + ring.slot * 8, ring.parity);
     const shared_t stage = ring.memory + ring.slot * S::kBytes;
+    const StageTiles tiles = tiles_of<W, N>(stage, warp);
     left[j % 2].load(stage, warp);
     wgmma_fence();
 #pragma unroll
-    for (int b = 0; b < kStageBlocks; b++) multiply_block<W, N>(sum, left[j % 2], stage, warp, b, j + b > 0);
+    for (int b = 0; b < kStageBlocks; b++) multiply_block<W, N>(sum, left[j % 2], tiles, b, j + b > 0);
     wgmma_commit();
+    meanwhile(j);
     if (j > 0) {
       wgmma_wait<1>();
       release(held);
@@ -100,6 +111,11 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Releas
   release(held);
 }
 
+template <class W, int N, class Release>
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release) {
+  sum_chunk<W, N>(sum, ring, warp, release, [](int) {});
+}
+
 // The same for a last chunk of n_blocks blocks, one stage at a time.
 template <class W, int N, class Release>
 TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Ring &ring, int warp, int n_blocks, const Release &release) {
@@ -108,13 +124,14 @@ TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Ring &ring, int warp, int n_
   for (int first = 0; first < n_blocks; first += kStageBlocks) {
     barrier_wait(ring.full + ring.slot * 8, ring.parity);
     const shared_t stage = ring.memory + ring.slot * S::kBytes;
+    const StageTiles tiles = tiles_of<W, N>(stage, warp);
     LeftBlocks<W> left;
     left.load(stage, warp);
     accumulators_ready(sum);
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < kStageBlocks; b++)
-      if (first + b < n_blocks) multiply_block<W, N>(sum, left, stage, warp, b, first + b > 0);
+      if (first + b < n_blocks) multiply_block<W, N>(sum, left, tiles, b, first + b > 0);
     wgmma_commit();
     wgmma_wait<0>();
     accumulators_ready(sum);

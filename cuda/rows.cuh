@@ -9,6 +9,7 @@ namespace tl {
 struct RowsArgs {
   RowProgram program;
   Operand operand;  // data == NULL: none is asked for
+  int32_t n_rows;   // set where they run together
 };
 
 struct CopyArgs {

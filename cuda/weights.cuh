@@ -17,27 +17,31 @@ struct FloatWeights {
 };
 
 // int8 values become bfloat16 exactly: u = q & 127 under the exponent of 128 reads as 128 + u; taking away 128, or 256
-// where q is negative, leaves q.
+// where q is negative, leaves q. Both are in the word 0x43 q.
 struct Int8Weights {
   using Op = Bf16;
   static constexpr bool kInt8 = true;
   static constexpr int kBlockBytes = 256;
-  TL_DEVICE uint32_t widen(uint32_t bytes) { return subtract_bf16((bytes & 0x007f007fu) | 0x43004300u, (bytes & 0x00800080u) | 0x43004300u); }
+  // Bytes 0 and 2 (half 0), or 1 and 3.
+  TL_DEVICE uint32_t widen(uint32_t bytes, int half) {
+    const uint32_t x = select_bytes(bytes, 0x43434343u, 0x4240u + 0x0101u * half);
+    return subtract_bf16(x & 0xff7fff7fu, x & 0xff80ff80u);
+  }
   static constexpr int kLaneBytes = 8;
   TL_DEVICE void load(uint32_t (&a)[4], shared_t lane_address) {
     const uint2 q = load_shared8(lane_address);
-    a[0] = widen(q.x);
-    a[1] = widen(q.x >> 8);
-    a[2] = widen(q.y);
-    a[3] = widen(q.y >> 8);
+    a[0] = widen(q.x, 0);
+    a[1] = widen(q.x, 1);
+    a[2] = widen(q.y, 0);
+    a[3] = widen(q.y, 1);
   }
   // The upper (half 0) or lower eight rows of two panels' blocks, one above the other.
   TL_DEVICE void load_halves(uint32_t (&a)[4], shared_t upper, shared_t lower, int half) {
     const uint2 p = load_shared8(upper), q = load_shared8(lower);
-    a[0] = widen(p.x >> 8 * half);
-    a[1] = widen(q.x >> 8 * half);
-    a[2] = widen(p.y >> 8 * half);
-    a[3] = widen(q.y >> 8 * half);
+    a[0] = widen(p.x, half);
+    a[1] = widen(q.x, half);
+    a[2] = widen(p.y, half);
+    a[3] = widen(q.y, half);
   }
 };
 

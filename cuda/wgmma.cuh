@@ -23,6 +23,8 @@ namespace tl {
 TL_DEVICE uint64_t wgmma_tiles(shared_t p, int group_bytes, int inner_bytes = 128) {
   return (uint64_t)((p & 0x3ffff) >> 4) | (uint64_t)(inner_bytes >> 4) << 16 | (uint64_t)(group_bytes >> 4) << 32;
 }
+// The same, nbytes further.
+TL_DEVICE uint64_t wgmma_tiles_at(uint64_t tiles, int nbytes) { return tiles + (uint32_t)(nbytes >> 4); }
 TL_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 TL_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>

@@ -101,6 +101,35 @@ def test_many_rows_attend_with_the_bits_of_few(tmp_path, kv_mode, head_dim, n_kv
         assert pool.stats().hits == 1 and same_bits(np.asarray(generation.logits), logits[0])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_mode", "head_dim", "changes"),
+    [
+        ("bf16", "bf16", 128, {}),
+        ("bf16", "fp16", 64, {"attn_bias": "qkvo", "n_kv_heads": 1}),
+        ("int8", "bf16", 64, {"n_heads": 5, "n_kv_heads": 5}),
+        ("f16", "fp16", 128, {"activation": "gelu", "block_norm": "post"}),
+        ("bf16", "bf16", 80, {"qk_norm": "head"}),
+        ("bf16", "bf16", 64, {"n_heads": 1, "n_kv_heads": 1, "ffn_dim": 1344}),
+    ],
+    ids=["bf16", "biases", "int8", "f16", "by row", "two kernels"],
+)
+def test_many_rows_multiply_with_the_bits_of_few(tmp_path, dtype, kv_mode, head_dim, changes):
+    """More than 128 rows multiply in tiles, several to a CTA, whose ends run under the products of the next; fewer rows do not.
+
+    The last case is one that two kernels share where the device is as small as the emulator's.
+    """
+    sizes = {"dim": 288, "ffn_dim": 336, "n_heads": 3, "n_kv_heads": 3, "head_dim": head_dim, "n_core": 1}
+    config = small(**{**sizes, "tied_embeddings": False, **changes})
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype=dtype), dtype=dtype)
+    tokens = random_tokens(config, 300)
+    with tl.Model(tmp_path / "m.tinyloop", 320, device="cuda", kv_mode=kv_mode) as model:
+        whole = kv_of(model, tokens, loops=2)
+        assert same_kv(whole, kv_of(model, tokens, loops=2, splits=(40, 100, 180, 250)))
+        together = model.logits(tokens, 2)
+        for n in (1, 20, 129, 300):
+            assert same_bits(together[n - 1], model.logits(tokens[:n], 2, last_only=True)[0]), f"row {n - 1}"
+
+
 @pytest.mark.parametrize(("kv_mode", "head_dim", "window"), [("bf16", 64, 0), ("fp16", 128, 1060)])
 def test_some_rows_attend_with_the_bits_of_one(tmp_path, kv_mode, head_dim, window):
     """Rows of a prompt behind more keys than a group of chunks has: a cluster merges them, and a single row another kernel."""

@@ -379,6 +379,7 @@ tl_status open_device(int ordinal, tl_context **out, const std::function<tl_stat
   c->n_multiprocessors = emulator::kMultiprocessors;
   c->max_shared_nbytes = 227 << 10;
   c->code = kCodeSm90a;
+  c->overlaps = true;  // products may be two kernels; they run one after the other
   const char *steps = getenv("TINYLOOP_CUDA_STEP");
   c->steps = !(steps && !strcmp(steps, "0"));
   c->major = 9;

@@ -267,6 +267,13 @@ inline void ldmatrix4_transposed(uint32_t (&r)[4], shared_t row) {
 inline uint32_t pack_bf16(float lo, float hi) { return (uint32_t)emulator::bf16_of(hi) << 16 | emulator::bf16_of(lo); }
 inline uint32_t pack_f16(float lo, float hi) { return (uint32_t)emulator::f16_of(hi) << 16 | emulator::f16_of(lo); }
 inline float2 unpack_f16(uint32_t u) { return {emulator::of_f16((uint16_t)u), emulator::of_f16((uint16_t)(u >> 16))}; }
+inline float load_l2(const float *p) { return *p; }
+inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t bytes = (uint64_t)b << 32 | a;
+  uint32_t y = 0;
+  for (int i = 0; i < 4; i++) y |= (uint32_t)(bytes >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return y;
+}
 inline uint32_t subtract_bf16(uint32_t a, uint32_t b) {
   using emulator::of_bf16;
   return pack_bf16(of_bf16((uint16_t)a) - of_bf16((uint16_t)b), of_bf16((uint16_t)(a >> 16)) - of_bf16((uint16_t)(b >> 16)));
@@ -285,6 +292,7 @@ inline uint64_t wgmma_tiles(shared_t p, int group_bytes, int inner_bytes = 128) 
   const int cta = emulator::current->cta;
   return (uint64_t)(p - (shared_t)emulator::shared_memory(cta)) | (uint64_t)group_bytes << 32 | (uint64_t)inner_bytes << 48;
 }
+inline uint64_t wgmma_tiles_at(uint64_t tiles, int nbytes) { return tiles + nbytes; }
 inline const uint8_t *tile_of(uint64_t tiles, int group, int inner) {
   return emulator::shared_memory(emulator::current->cta) + (uint32_t)tiles + group * (int)(tiles >> 32 & 0xffff) + inner * (int)(tiles >> 48);
 }
