@@ -357,6 +357,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
   int operand = 0, partial = 0;
   StepArgs a = {};
+  a.in_flight = kInFlight;
   a.shape = shape_of(plan, n_ctas);
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
@@ -380,7 +381,6 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.tasks = placed(context, plan, program.tasks);
   if (!a.tasks) return false;
   a.slots_inverse = inverse_of(a.n_slots);
-  a.in_flight = kInFlight;
   a.order = program.order;
   for (const StepPart &part : parts)
     if (part.attends) a.rows = part.attend.place.rows;
