@@ -242,6 +242,7 @@ class Engine:
     def _report(self, result: TurnResult) -> None:
         """From the worker: a turn's result, where the next one runs already."""
         assert self._worker is not None
+        self._worker.got_further()
         self._worker.tell(self._settle, result)
 
     def _call(self) -> None:
@@ -250,11 +251,12 @@ class Engine:
         self._wake.set()
 
     async def _watched(self, turn: Callable[[], TurnResult]) -> TurnResult:
-        """A turn's result; if it takes too long, all that wait are told, and what it gives in the end is theirs no more."""
+        """The last turn's result; if one takes too long, all that wait are told, and what it gives in the end is theirs no more."""
         assert self._worker is not None
         call = asyncio.ensure_future(self._worker.call(turn))
         try:
-            await asyncio.wait((call,), timeout=self.stall_seconds)
+            while not call.done() and (left := self.stall_seconds - self._worker.busy_seconds()) > 0:
+                await asyncio.wait((call,), timeout=left)
             if not call.done():
                 logger.critical("a turn takes more than %g s", self.stall_seconds)
                 self._fail_all(engine_down(STUCK))
