@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,8 +144,15 @@ def shared_prefixes(model: tl.Model, port: int, name: str, args: argparse.Namesp
             "first token ms, none": 1e3 * first["server", "none"], "gain": gain["server"], "gain of the library": gain["library"],
             "gain reached": gain["server"] / gain["library"],
             "time over the library, pool": median_ratio(seconds["server", "pool"], seconds["library", "pool"]),
+            "KV held after it, MB": held_nbytes(port) / 1e6,
         })  # fmt: skip
     return rows
+
+
+def held_nbytes(port: int) -> float:
+    """Bytes of the server's KV pages in use: the pool's, where no request runs."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return next(float(line.split()[-1]) for line in answer.read().decode().splitlines() if line.startswith("tinyloop_kv_bytes"))
 
 
 def microseconds(call: Any, n: int) -> float:
