@@ -144,6 +144,7 @@ def shared_prefixes(model: tl.Model, port: int, name: str, args: argparse.Namesp
             "first token ms, none": 1e3 * first["server", "none"], "gain": gain["server"], "gain of the library": gain["library"],
             "gain reached": gain["server"] / gain["library"],
             "time over the library, pool": median_ratio(seconds["server", "pool"], seconds["library", "pool"]),
+            "time over the library, none": median_ratio(seconds["server", "none"], seconds["library", "none"]),
             "KV held after it, MB": held_nbytes(port) / 1e6,
         })  # fmt: skip
     return rows

@@ -310,3 +310,16 @@ def test_the_servers_answers_equal_generate_in_any_company():
     outputs = run(model, work, max_running=4, prefill_rows=16)
     assert [o[0].tokens for o in outputs] == [plain(model, request) for request in requests]
     model.close()
+
+
+@pytest.mark.parametrize(("device", "n_turns"), [("cpu", 4), ("cuda", 1)])
+def test_a_server_runs_longer_parts_of_prompts_on_a_gpu(device, n_turns):
+    turns = []
+
+    async def work(engine):
+        engine.on_turn = lambda seconds, n_rows: turns.append(n_rows)
+        await engine.submit(ask(500, 1)).collect()
+
+    with tl.Model(tiny_model(), 512, device=device, threads=1) as model:
+        run(model, work)
+    assert len(turns) == n_turns
