@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ import tinyloop_py as tl
 from tinyloop_py.layout import tensor_shapes
 from tinyloop_py.model_writer import ModelWriter
 from tinyloop_py.weights import STORED, WeightTensor
+
+MEMORY = "/dev/shm"  # written there in seconds
 
 
 def looped(vocab_size: int, dim: int, ffn_dim: int, n_heads: int, head_dim: int, n_core: int, loops: int) -> tl.ModelConfig:
@@ -119,8 +122,8 @@ def model_file(named: str | os.PathLike[str]) -> Iterator[Path]:
     if str(named) not in SHAPES:
         yield Path(named)
         return
-    memory = "/dev/shm"
-    with tempfile.TemporaryDirectory(dir=memory if os.path.isdir(memory) else None) as folder:
+    has_room = os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > 8 << 30
+    with tempfile.TemporaryDirectory(dir=MEMORY if has_room else None) as folder:
         yield save_random(Path(folder) / f"{named}.tinyloop", str(named))
 
 

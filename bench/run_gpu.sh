@@ -89,7 +89,7 @@ workload() { # NAME OPTION...: a benchmark on the model
 
 step_workloads() {
   local folder=/dev/shm
-  [ -w $folder ] || folder=$LOGS
+  [ "$(df --output=avail -B1G $folder 2> /dev/null | tail -n 1)" -ge 5 ] 2> /dev/null || folder=$LOGS
   MODEL=$folder/ouro-1.4b.tinyloop
   TAIL=1 step model "$PYTHON" bench/random_models.py ouro-1.4b "$MODEL" || return
   workload server --only shared --max-running 32 --prefill-rows 1024 --requests 32 --rounds 2
