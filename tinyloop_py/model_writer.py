@@ -70,7 +70,7 @@ class ModelWriter:
         return tuple(self._shapes)
 
     def write(self, name: str, value: npt.ArrayLike | WeightTensor) -> None:
-        """Store a weight: an array (see `WeightTensor.of`) or a `WeightTensor`. What has the stored type is copied, int8 where the groups agree too."""
+        """Store a weight: an array (see `WeightTensor.of`) or a `WeightTensor`. One of the stored type (and groups) is copied."""
         weight = value if isinstance(value, WeightTensor) else WeightTensor.of(value, name)
         self._check_shape(name, weight.shape)
         if weight.dtype == "int8" and self._dtypes[name] == "int8" and weight.group_size == self._group_size:
