@@ -8,7 +8,7 @@
 #   sanitize  compute-sanitizer on the small shapes: memcheck, initcheck, racecheck
 #   bench     bench_cuda.py, PyTorch in the same run, kept as bench/results/cuda-<name of the GPU>.json;
 #             then with a step as separate kernels
-#   workloads server, shared prefixes, batches, KV modes, resume handles, files and calls with a model of ouro-1.4b's shape, each kept as
+#   workloads server, shared prefixes, batches, what a newcomer waits for, KV modes, resume handles, files and calls with a model of ouro-1.4b's shape, each kept as
 #             bench/results/cuda-<its name>.json; WORKLOADS names some of them
 #
 # On 16 cores that is two calls of ten minutes: `build check exact sanitize`, then `bench workloads suite`.
@@ -82,7 +82,7 @@ step_bench() {
 workload() { # NAME OPTION...: a benchmark on the model
   local name=$1
   shift
-  case " ${WORKLOADS:-server prefix batch kv-modes kv-held resume persistence calls} " in
+  case " ${WORKLOADS:-server prefix batch turns kv-modes kv-held resume persistence calls} " in
     *" $name "*) TAIL=24 step "$name" "$PYTHON" "bench/bench_${name//-/_}.py" --model "$MODEL" --device cuda --keep "cuda-$name" "$@" ;;
   esac
 }
@@ -95,6 +95,7 @@ step_workloads() {
   workload server --only shared --max-running 32 --prefill-rows 1024 --requests 32 --rounds 2
   workload prefix --rounds 2
   workload batch --tokens 32 --rounds 2
+  workload turns
   workload kv-modes --modes fp16,bf16,int8,int4,h --contexts 256,1024,4096,16384 --rounds 3
   workload resume --rounds 5
   workload kv-held --tokens 1024,4096 --rounds 3
