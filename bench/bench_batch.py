@@ -11,24 +11,28 @@ import statistics
 from typing import Any
 
 import numpy as np
-from common import alternate, keep, median_ratio, seconds, table
+from common import add_model_options, alternate, keep, median_ratio, seconds, table
+from random_models import model_file
 
 import tinyloop_py as tl
 from tinyloop_py.lockstep import step_generations
 
 SIZES = (1, 2, 4, 8, 16, 32)
+WARM = 8  # steps before those that are timed: on a GPU the first ones are launched while nothing is ahead
 GREEDY = {"temperature": 0.0, "stop_tokens": ()}
 
 
 def step_seconds(model: tl.Model, prompts: list[np.ndarray], n_steps: int) -> float:
-    """Median seconds of a decode step of all of them."""
-    live = [model._start(p, n_steps + 66, run_prompt=False, **GREEDY) for p in prompts]
+    """Seconds of a decode step of all of them, in steady state."""
+    live = [model._start(p, n_steps + WARM + 66, run_prompt=False, **GREEDY) for p in prompts]
     while step_generations(live)[-1] is None:
         pass  # the prompts run
-    figures = [seconds(lambda: step_generations(live)) for _ in range(n_steps)]
+    for _ in range(WARM):
+        step_generations(live)
+    took = seconds(lambda: [step_generations(live) for _ in range(n_steps)]) / n_steps
     for generation in live:
         generation.close()
-    return statistics.median(figures)
+    return took
 
 
 def measure(model: tl.Model, n_prompt: int, n_steps: int, rounds: int) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
@@ -46,19 +50,16 @@ def measure(model: tl.Model, n_prompt: int, n_steps: int, rounds: int) -> tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=tl.demo_model(), help="default: the model that comes with tinyloop")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
+    add_model_options(parser, tl.demo_model())
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
-    with tl.Model(args.model, 2048, device=args.device, threads=args.threads) as model:
+    with model_file(args.model) as path, tl.Model(path, 2048, device=args.device, threads=args.threads) as model:
         rows, figures = measure(model, args.prompt, args.tokens, args.rounds)
     print(table(rows))
     if args.keep:
-        print("kept in", keep(args.keep, {"model": str(args.model), "device": args.device, "rows": rows, "figures": figures}))
+        print("kept in", keep(args.keep, {"model": str(args.model), "prompt": args.prompt, "rows": rows, "figures": figures}, args.device))
 
 
 if __name__ == "__main__":

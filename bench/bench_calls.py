@@ -1,20 +1,22 @@
-"""What calls cost beside the model's work: the pool without a hit, the hit itself, a call's own overhead; and memory of a hit.
+"""What calls cost beside the model's work: the pool without a hit, the hit itself beside a deep copy, a call's own overhead; and memory of a hit.
 
 The first three rows run on a tiny random model, where a step takes microseconds and what is added shows.
 
-    python bench/bench_calls.py [--model FILE] [--pairs 200] [--keep NAME]
+    python bench/bench_calls.py [--model FILE] [--device cpu] [--pairs 200] [--keep NAME]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import alternate, keep, seconds, table
+from common import add_model_options, alternate, keep, seconds, table
+from random_models import model_file
 
 import tinyloop_py as tl
 from tinyloop_py.layout import tensor_shapes
@@ -82,20 +84,32 @@ def hit(model: tl.Model, n_tokens: int, pairs: int) -> dict[str, Any]:
     return {"what": what, "us": f"{1e6 * statistics.median(t):.0f}", "bar": 200, "bytes added": f"{store.peak_nbytes - held:,}"}
 
 
+def deep_copy(model: tl.Model, n_tokens: int, pairs: int) -> dict[str, Any]:
+    """What a runtime does that gives every call a cache of its own: the prefix's bytes copied, in memory that is there already."""
+    prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, n_tokens).astype(np.int32)
+    with model.build_prefix_cache(prompt) as cache:
+        nbytes = cache.nbytes
+    context = model._engine.plan.context
+    source, to = (context.alloc(nbytes, "a deep copy") for _ in range(2))
+    copy, wait = (ctypes.memmove, lambda _: None) if model.device == "cpu" else (context.device.copy, context.device.wait)
+    run = lambda: (copy(to.pointer, source.pointer, nbytes), wait("the copy"))  # noqa: E731
+    t = alternate({"copy": lambda: seconds(run)}, pairs)["copy"]
+    return {"what": f"a deep copy of those {n_tokens:,} tokens' KV", "us": f"{1e6 * statistics.median(t):.0f}", "bytes added": f"{nbytes:,}"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=tl.demo_model(), help="default: the model that comes with tinyloop")
+    add_model_options(parser, tl.demo_model())
     parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, tl.Model(tiny_model(Path(folder)), 2048, device="cpu", threads=args.threads) as model:
+    how = {"device": args.device, "threads": args.threads}
+    with tempfile.TemporaryDirectory() as folder, tl.Model(tiny_model(Path(folder)), 2048, **how) as model:
         rows = [no_hits(model, args.pairs), own_cost(model, args.pairs), stream_cost(model, args.pairs)]
-    with tl.Model(args.model, 2048, device="cpu", threads=args.threads) as model:
-        rows += [hit(model, n, args.pairs) for n in (1024, 1030)]
+    with model_file(args.model) as path, tl.Model(path, 2048, **how) as model:
+        rows += [hit(model, n, args.pairs) for n in (1024, 1030)] + [deep_copy(model, 1024, args.pairs)]
     print(table([{"what": "", "us": "", "bar": "", "bytes added": "", **row} for row in rows]))
     if args.keep:
-        print("kept in", keep(args.keep, {"model": str(args.model), "rows": rows}))
+        print("kept in", keep(args.keep, {"model": str(args.model), "rows": rows}, args.device))
 
 
 if __name__ == "__main__":

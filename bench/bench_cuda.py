@@ -20,83 +20,12 @@ from typing import Any
 
 import numpy as np
 from common import keep, seconds, table
+from random_models import SHAPES, RandomFile
 
 import tinyloop_py as tl
 from tinyloop_py import loaded_model
-from tinyloop_py.layout import tensor_shapes
-from tinyloop_py.weights import STORED, WeightTensor
 
 CONTEXT, HIT, NEW, LONG = 1024, 2048, 128, 32768
-
-
-def looped(vocab_size: int, dim: int, ffn_dim: int, n_heads: int, head_dim: int, n_core: int, loops: int) -> tl.ModelConfig:
-    """Multi-head attention and SwiGLU, no prelude and no coda, a norm after every loop."""
-    return tl.ModelConfig(
-        vocab_size=vocab_size, dim=dim, ffn_dim=ffn_dim, n_heads=n_heads, n_kv_heads=n_heads, head_dim=head_dim,
-        n_core=n_core, default_loops=loops, loop_norm="every", final_norm=False,
-    )  # fmt: skip
-
-
-SHAPES = {
-    "ouro-1.4b": looped(49152, 2048, 5632, 16, 128, n_core=24, loops=4),
-    "small-12x4": looped(32000, 768, 2048, 12, 64, n_core=12, loops=4),
-    "tiny-4x8": looped(32000, 1024, 2816, 16, 64, n_core=4, loops=8),
-}
-
-
-class RandomFile:
-    """A model file of random weights that is never written: stands for what `open_model_file` gives."""
-
-    stop_ids: tuple[int, ...] = ()
-    file_id: tuple[int, ...] = ()
-    chat_template = tokenizer_json = None
-
-    def __init__(self, config: tl.ModelConfig, dtype: str) -> None:
-        self.config, self.dtype = config, dtype
-        self.shapes = tensor_shapes(config)
-        self.rng = np.random.default_rng(0)
-        values = self.rng.standard_normal(1 << 22).astype(np.float32)
-        self.some = {
-            "f32": values,
-            "bf16": (values.view(np.uint32) >> 16).astype(np.uint16),
-            "int8": self.rng.integers(-127, 128, 1 << 22).astype(np.int8),
-        }
-        self.made: dict[tuple[int, ...], WeightTensor] = {}
-
-    def __enter__(self) -> RandomFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def tensor(self, name: str) -> WeightTensor:
-        """A weight; those of one shape have the same values."""
-        shape = self.shapes[name]
-        if shape not in self.made:
-            self.made[shape] = self._random(name, shape)
-        return self.made[shape]
-
-    def read(self, name: str, memory: Any = None) -> WeightTensor:
-        """What `tensor` gives."""
-        return self.tensor(name)
-
-    def weights_id(self) -> None:
-        """No file of a pool is written."""
-
-    def check_unchanged(self) -> None:
-        """There is no file to change."""
-
-    def _random(self, name: str, shape: tuple[int, ...]) -> WeightTensor:
-        """Random values around 1 for a vector, of standard deviation 1 / sqrt(columns) for a matrix."""
-        if len(shape) == 1:
-            return WeightTensor(name, "f32", shape, 1 + 0.1 * self.rng.standard_normal(shape[0]).astype(np.float32))
-        n, n_in = shape[0] * shape[1], shape[1]
-        if self.dtype == "int8":
-            scales = np.full(shape[0], 1 / (73 * np.sqrt(n_in)), np.float32)
-            return WeightTensor(name, "int8", shape, np.resize(self.some["int8"], n), scales)
-        # A power of two keeps the bits' spread: the exponent moves, and nothing is rounded.
-        step = round(0.5 * np.log2(n_in)) << 7
-        return WeightTensor(name, "bf16", shape, np.resize((self.some["bf16"] - step).astype(STORED["bf16"][1]), n))
 
 
 def open_random(config: tl.ModelConfig, dtype: str, max_seq_len: int) -> tl.Model:
@@ -203,7 +132,7 @@ def main() -> None:
         rows.append(measure(name, dtype or "bf16", not asked.no_torch, not asked.no_compile))
         print(rows[-1], flush=True)
         if asked.keep:
-            keep(asked.keep, {"rows": rows})
+            keep(asked.keep, {"rows": rows}, "cuda")
     columns = [c for c in rows[0] if c not in ("torch", "numerics_id")]
     print(table([{c: row.get(c, "") for c in columns} for row in rows]))
 

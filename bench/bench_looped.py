@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,9 @@ from typing import Any
 import numpy as np
 from bench_cpu import decode
 from common import alternate, keep, median_ratio, read_rates, table
+from random_models import SHAPES, model_file
 
 import tinyloop_py as tl
-from tinyloop_py.layout import tensor_shapes
-
-SHAPE = tl.ModelConfig(
-    vocab_size=32768, dim=512, ffn_dim=1536, n_heads=8, n_kv_heads=8, head_dim=64, n_core=8, default_loops=4, loop_norm="every", final_norm=False
-)
 
 
 def streamed_nbytes(model: tl.Model) -> int:
@@ -100,13 +95,6 @@ class Torch:
             return (time.perf_counter() - begin) / n
 
 
-def random_file(folder: Path) -> Path:
-    rng = np.random.default_rng(0)
-    tensors = {name: 1 + 0.1 * rng.standard_normal(s) if len(s) == 1 else rng.standard_normal(s) * 0.03 for name, s in tensor_shapes(SHAPE).items()}
-    tl.save_model(folder / "8x4.tinyloop", SHAPE, tensors, dtype="bf16")
-    return folder / "8x4.tinyloop"
-
-
 def measure(name: str, path: Path, threads: int, rounds: int, peer: Torch | None) -> tuple[dict[str, Any], dict[str, Any]]:
     tokens = np.arange(1, 9, dtype=np.int32)
     with tl.Model(path, 2048, device="cpu", threads=threads) as model:
@@ -133,13 +121,13 @@ def main() -> None:
     parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
     try:
-        peer = Torch(SHAPE, args.threads)
+        peer = Torch(SHAPES["8x4"], args.threads)
     except ImportError:
         peer = None
         print("PyTorch is left out, not installed: pip install torch==2.13.0")
-    with tempfile.TemporaryDirectory() as folder:
+    with model_file("8x4") as path:
         results = [
-            measure("8x4", random_file(Path(folder)), args.threads, args.rounds, peer),
+            measure("8x4", path, args.threads, args.rounds, peer),
             measure("shipped", args.shipped, args.threads, args.rounds, None),
         ]
     print(table([row for row, _ in results]))

@@ -2,7 +2,7 @@
 
 A file in a folder in memory (--folder /dev/shm) shows tinyloop's own cost; elsewhere the disk's flush is part of a save.
 
-    python bench/bench_persistence.py --model FILE [--prefixes 8] [--tokens 512] [--folder DIR] [--kv-mode fp16] [--rounds 5] [--keep NAME]
+    python bench/bench_persistence.py [--model FILE] [--device cpu] [--prefixes 8] [--tokens 512] [--folder DIR] [--rounds 5] [--keep NAME]
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import alternate, keep, seconds, table
+from common import add_model_options, alternate, keep, seconds, table
+from random_models import model_file
 
 import tinyloop_py as tl
 
@@ -32,6 +33,7 @@ def measure(model: tl.Model, n_prefixes: int, n_tokens: int, folder: Path, round
     rng = np.random.default_rng(0)
     pool = tl.PrefixPool(n_prefixes)
     prefixes = [rng.integers(0, model.config.vocab_size, n_tokens).astype(np.int32) for _ in range(n_prefixes)]
+    model.generate(prefixes[0], 1)  # what the first call alone does
     built = seconds(lambda: [model.register_prefix(pool, tokens) for tokens in prefixes])
     path = folder / "pool.kv"
     pool.save(path)
@@ -53,25 +55,23 @@ def measure(model: tl.Model, n_prefixes: int, n_tokens: int, folder: Path, round
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=tl.demo_model(), help="default: the model that comes with tinyloop")
+    add_model_options(parser, tl.demo_model())
     parser.add_argument("--prefixes", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--kv-mode")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(dir=args.folder) as folder,
-        tl.Model(args.model, 2048, device=args.device, threads=args.threads, kv_mode=args.kv_mode) as model,
+        model_file(args.model) as path,
+        tl.Model(path, 2048, device=args.device, threads=args.threads, kv_mode=args.kv_mode) as model,
     ):
         rows, record = measure(model, args.prefixes, args.tokens, Path(folder), args.rounds)
     print(f"{args.prefixes} prefixes of {args.tokens} tokens, a file of {record['file_nbytes'] / 1e6:,.1f} MB\n")
     print(table(rows))
     if args.keep:
-        print("kept in", keep(args.keep, {"rows": rows, **record}))
+        print("kept in", keep(args.keep, {"model": str(args.model), "rows": rows, **record}, args.device))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
 """The cost of a prompt at 4 loops from a handle at 2, beside a run from scratch; and what the handle adds to building and to memory.
 
-The shape is "8x4" of bench_looped.py, or a model of your own with at least 4 loops.
+For a model with at least 4 loops.
 
-    python bench/bench_resume.py [--model FILE] [--tokens 512] [--rounds 7] [--threads 2] [--keep NAME]
+    python bench/bench_resume.py [--model FILE] [--device cpu] [--tokens 512] [--rounds 7] [--threads 2] [--keep NAME]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_looped import random_file
-from common import alternate, keep, median_ratio, seconds, table
+from common import add_model_options, alternate, keep, median_ratio, seconds, table
+from random_models import model_file
 
 import tinyloop_py as tl
 
@@ -46,21 +44,16 @@ def measure(model: tl.Model, n_tokens: int, rounds: int) -> tuple[list[dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
+    add_model_options(parser, "8x4")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = args.model or random_file(Path(folder))
-        with tl.Model(path, 2048, device=args.device, threads=args.threads) as model:
-            rows, record = measure(model, args.tokens, args.rounds)
+    with model_file(args.model) as path, tl.Model(path, 2048, device=args.device, threads=args.threads) as model:
+        rows, record = measure(model, args.tokens, args.rounds)
     print(f"a prompt of {args.tokens} tokens and one token drawn\n")
     print(table(rows))
     if args.keep:
-        print("kept in", keep(args.keep, {"rows": rows, **record}))
+        print("kept in", keep(args.keep, {"model": str(args.model), "tokens": args.tokens, "rows": rows, **record}, args.device))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,35 @@
 """The server on requests that share prefixes, beside the library on the same requests, and what HTTP costs per request and per token.
 
-8 prefixes of 512 tokens; a request is one of them, 32 tokens of its own and 32 drawn, asked by 1, 8 and 32 clients that each wait for their answer.
+8 prefixes of 512 tokens; a request is one of them, 32 tokens of its own and 32 drawn, asked by 1, 8 and 32 clients that each wait for their answer:
+four requests a client, of at least one for each prefix and at most --requests.
 The library runs the same requests in its own loop of `step_generations`, without server and clients: its gain from the pool is the prediction.
 Rounds alternate between pool and no pool, server and library.
 
-    python bench/bench_server.py [--model FILE] [--device cpu] [--clients 1 8 32] [--requests 32] [--rounds 3] [--keep NAME]
+    python bench/bench_server.py [--model FILE] [--device cpu] [--clients 1 8 32] [--requests 64] [--rounds 3] [--keep NAME]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, keep, median_ratio, table
+from common import ROOT, add_model_options, keep, median_ratio, table
+from random_models import model_file
 
 import tinyloop_py as tl
 from tinyloop_py.lockstep import step_generations
@@ -114,13 +122,16 @@ def shared_prefixes(model: tl.Model, port: int, name: str, args: argparse.Namesp
 
     asyncio.run(register())
     for n_clients in args.clients:
+        asked = prompts[: max(len(prefixes), 4 * n_clients)]
         runs = {
-            ("server", "pool"): lambda n=n_clients: asyncio.run(run_server(port, name, prompts, n, args, "pool")),
-            ("library", "pool"): lambda n=n_clients: run_library(model, prompts, n, args, pool),
-            ("server", "none"): lambda n=n_clients: asyncio.run(run_server(port, name, prompts, n, args, "none")),
-            ("library", "none"): lambda n=n_clients: run_library(model, prompts, n, args, None),
+            ("server", "pool"): lambda n=n_clients, p=asked: asyncio.run(run_server(port, name, p, n, args, "pool")),
+            ("library", "pool"): lambda n=n_clients, p=asked: run_library(model, p, n, args, pool),
+            ("server", "none"): lambda n=n_clients, p=asked: asyncio.run(run_server(port, name, p, n, args, "none")),
+            ("library", "none"): lambda n=n_clients, p=asked: run_library(model, p, n, args, None),
         }
         figures: dict[tuple[str, str], list[dict[str, float]]] = {key: [] for key in runs}
+        for run in runs.values():
+            run()  # warm
         for _ in range(args.rounds):
             for key, run in runs.items():
                 figures[key].append(run())
@@ -128,13 +139,21 @@ def shared_prefixes(model: tl.Model, port: int, name: str, args: argparse.Namesp
         first = {key: statistics.median(f["first"] for f in listed) for key, listed in figures.items()}
         gain = {who: median_ratio(seconds[who, "none"], seconds[who, "pool"]) for who in ("server", "library")}
         rows.append({
-            "clients": n_clients, "requests/s, pool": len(prompts) / statistics.median(seconds["server", "pool"]),
-            "requests/s, none": len(prompts) / statistics.median(seconds["server", "none"]), "first token ms, pool": 1e3 * first["server", "pool"],
+            "clients": n_clients, "requests": len(asked), "requests/s, pool": len(asked) / statistics.median(seconds["server", "pool"]),
+            "requests/s, none": len(asked) / statistics.median(seconds["server", "none"]), "first token ms, pool": 1e3 * first["server", "pool"],
             "first token ms, none": 1e3 * first["server", "none"], "gain": gain["server"], "gain of the library": gain["library"],
             "gain reached": gain["server"] / gain["library"],
             "time over the library, pool": median_ratio(seconds["server", "pool"], seconds["library", "pool"]),
+            "time over the library, none": median_ratio(seconds["server", "none"], seconds["library", "none"]),
+            "KV held after it, MB": held_nbytes(port) / 1e6,
         })  # fmt: skip
     return rows
+
+
+def held_nbytes(port: int) -> float:
+    """Bytes of the server's KV pages in use: the pool's, where no request runs."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return next(float(line.split()[-1]) for line in answer.read().decode().splitlines() if line.startswith("tinyloop_kv_bytes"))
 
 
 def microseconds(call: Any, n: int) -> float:
@@ -197,45 +216,69 @@ def costs(model: tl.Model, port: int, name: str, args: argparse.Namespace) -> li
     ]
 
 
+@contextlib.contextmanager
+def served(path: Path, args: argparse.Namespace) -> Iterator[int]:
+    """The port of a server in another process, once it has loaded its model."""
+    options = [f"--max-running={args.max_running}", f"--prefill-rows={args.prefill_rows}", f"--device={args.device}", "--max-seq-len=1024"]
+    options += [] if args.threads is None else [f"--threads={args.threads}"]
+    command = [sys.executable, "-m", "tinyloop_py.cli", "serve", str(path), "--port=0", "--model-name=bench", *options]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "PYTHONPATH": paths})
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            if not line or not (port := int(json.loads(line)["listening"].rpartition(":")[2])) or not is_healthy(port, args.load_seconds):
+                log.seek(0)
+                raise RuntimeError(f"the server did not start: {log.read()[-2000:]}")
+            yield port
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def is_healthy(port: int, patience: float) -> bool:
+    """Whether /health says 200 within `patience` seconds."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/health")
+        if connection.getresponse().status == 200:
+            return True
+        connection.close()
+        time.sleep(0.1)
+    return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(tl.demo_model()))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int)
+    add_model_options(parser, tl.demo_model(), threads=None)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     for name, value in (
         ("prefixes", 8),
         ("prefix", 512),
         ("new", 32),
         ("out", 32),
-        ("requests", 32),
+        ("requests", 64),
         ("rounds", 3),
         ("max-running", 8),
         ("prefill-rows", 512),
+        ("load-seconds", 120),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", choices=("shared", "costs"), help="the costs show best on a model that takes no time")
-    parser.add_argument("--keep", metavar="NAME", help="write the record to bench/results/NAME.json")
     args = parser.parse_args()
-    options = [f"--max-running={args.max_running}", f"--prefill-rows={args.prefill_rows}", f"--device={args.device}", "--max-seq-len=1024"]
-    options += [] if args.threads is None else [f"--threads={args.threads}"]
-    command = [sys.executable, "-m", "tinyloop_py.cli", "serve", args.model, "--port=0", "--model-name=bench", *options]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONPATH": path})
-    try:
-        assert server.stdout is not None
-        port = int(json.loads(server.stdout.readline())["listening"].rpartition(":")[2])
-        with tl.Model(args.model, 1024, device=args.device, threads=args.threads) as model:
-            time.sleep(5)  # the server loads too
-            rows = [] if args.only == "costs" else shared_prefixes(model, port, "bench", args)
-            parts = [] if args.only == "shared" else costs(model, port, "bench", args)
-    finally:
-        server.terminate()
-        server.wait()
+    with (
+        model_file(args.model) as path,
+        served(path, args) as port,
+        tl.Model(path, 1024, device=args.device, threads=args.threads) as model,
+    ):
+        rows = [] if args.only == "costs" else shared_prefixes(model, port, "bench", args)
+        parts = [] if args.only == "shared" else costs(model, port, "bench", args)
     for listed in filter(None, (rows, parts)):
         print(table([{name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()} for row in listed]), end="\n\n")
     if args.keep:
-        print("kept in", keep(args.keep, {"arguments": vars(args), "shared prefixes": rows, "costs": parts}))
+        print("kept in", keep(args.keep, {"arguments": vars(args), "shared prefixes": rows, "costs": parts}, args.device))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import platform
@@ -16,6 +17,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+
+
+def add_model_options(parser: argparse.ArgumentParser, model: Any, threads: int | None = 2) -> None:
+    """--model, --device and --threads with their defaults, and --keep."""
+    parser.add_argument("--model", default=model, help="a file, or a shape of random_models.py (default: %(default)s)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=threads, help="of the CPU")
+    parser.add_argument("--keep", metavar="NAME", help="write bench/results/NAME.json")
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -69,6 +78,16 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
+def gpu() -> str:
+    """Its name and driver, as nvidia-smi tells it."""
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
+    try:
+        name, driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name}, driver {driver}"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, columns in the order of the first row."""
     columns = list(rows[0])
@@ -78,13 +97,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([line(columns), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *(line(row) for row in text)])
 
 
-def keep(name: str, record: dict[str, Any]) -> Path:
+def keep(name: str, record: dict[str, Any], device: str = "cpu") -> Path:
     """Writes a record with date, commit, machine and command into bench/results/; files by their names, without folders."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     head = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
+        **({"device": gpu()} if device.startswith("cuda") else {}),
         "processor": processor(),
         "python": platform.python_version(),
         "command": " ".join(["python", *sys.argv]),

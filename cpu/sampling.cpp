@@ -3,6 +3,7 @@
 // A draw depends on the logits, the seed, the position and the ids alone: noise is looked up by id, never consumed.
 #include "sampling.h"
 
+#include <float.h>
 #include <math.h>
 
 #include <algorithm>
@@ -60,6 +61,12 @@ bool cut_top_p(float top_p, float total, Candidates &c) {
   return false;
 }
 
+// What overflows downwards stays above a banned id's -infinity.
+float penalised(float z, float penalty) {
+  const float x = z > 0.0f ? z / penalty : z * penalty;
+  return x == -INFINITY && z > -INFINITY ? -FLT_MAX : x;
+}
+
 void apply_bias_and_penalty(int vocab_size, const tl_sampling &s, float *z, uint8_t *seen) {
   for (int i = 0; i < s.n_bias; i++) z[s.bias_ids[i]] += s.bias_values[i];
   if (s.repetition_penalty == 1.0f) return;
@@ -68,7 +75,7 @@ void apply_bias_and_penalty(int vocab_size, const tl_sampling &s, float *z, uint
     const int id = s.history[i];
     if (seen[id]) continue;
     seen[id] = 1;
-    z[id] = z[id] > 0.0f ? z[id] / s.repetition_penalty : z[id] * s.repetition_penalty;
+    z[id] = penalised(z[id], s.repetition_penalty);
   }
 }
 

@@ -3,6 +3,8 @@
 // A key orders values as the filters do, by falling logit and then rising id, so what a filter keeps is all keys from some
 // bound on. Bounds come from a sorted list of the row's best keys where they fit, else from bisection over the whole row;
 // probabilities are summed as integers (units of 2^-40). So nothing depends on the order in which threads arrive.
+#include <float.h>
+
 #include "math.cuh"
 #include "philox.h"
 #include "sample.cuh"
@@ -129,6 +131,12 @@ TL_DEVICE void sort_list(Shared &s) {
   __syncthreads();
 }
 
+// What overflows downwards stays above a banned id's -infinity.
+TL_DEVICE float penalised(float z, float penalty) {
+  const float x = z > 0.0f ? z / penalty : z * penalty;
+  return x == -INFINITY && z > -INFINITY ? -FLT_MAX : x;
+}
+
 // The row with bias and penalty, in `copy`, with a bitmap behind it; without either the row itself where `copy` is not wanted.
 TL_DEVICE const float *prepared_row(const tl_sampling &s, const float *logits, int n, float *copy, bool wanted) {
   if (!wanted && !s.n_bias && s.repetition_penalty == 1.0f) return logits;
@@ -143,7 +151,7 @@ TL_DEVICE const float *prepared_row(const tl_sampling &s, const float *logits, i
   for (int i = threadIdx.x; i < s.n_history && s.repetition_penalty != 1.0f; i += kSampleThreads) {
     const int id = s.history[i];
     if (atomicOr(seen + id / 32, 1u << id % 32) >> id % 32 & 1) continue;
-    copy[id] = copy[id] > 0.0f ? copy[id] / s.repetition_penalty : copy[id] * s.repetition_penalty;
+    copy[id] = penalised(copy[id], s.repetition_penalty);
   }
   __syncthreads();
   return copy;

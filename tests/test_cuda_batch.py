@@ -6,6 +6,7 @@ That a batch equals one at a time is test_batch.py's. Counters of allocations an
 import asyncio
 import itertools
 import sys
+import time
 
 import emulated_cuda
 import numpy as np
@@ -222,6 +223,30 @@ def test_a_token_is_waited_for_while_the_device_works(emulated, model, monkeypat
     assert next(asked_for) > 3
 
 
+def test_long_steps_have_fewer_of_them_ahead(emulated, model, monkeypatch):
+    """Who comes next waits for all that is launched."""
+    asked = prompts(2)
+    want = [model.generate(p, 20, 1, **DRAWN) for p in asked]
+    launch, later, ahead = emulated.launch, [], []
+
+    def run_later(graph, stream):
+        later.append((graph, stream))
+        ahead.append(len(later))
+        return emulated_cuda.Status.success
+
+    def work(stream):
+        if later:
+            time.sleep(0.005)  # a step's time, more than what covers a late host
+            launch(*later.pop(0))
+        return emulated_cuda.Status.notReady if later else emulated_cuda.Status.success
+
+    monkeypatch.setattr(emulated, "launch", run_later)
+    monkeypatch.setattr(emulated, "query", work)
+    batch = [model._start(p, 20, 1, **DRAWN) for p in asked]
+    assert finish(batch) == want
+    assert max(ahead[:4]) == AHEAD and max(ahead[-8:]) == 2
+
+
 def test_a_token_that_never_comes_is_an_error(emulated, model, monkeypatch):
     asked = prompts(1)[0]
     want = model.generate(asked, 12, 1, **DRAWN)
@@ -310,3 +335,16 @@ def test_the_servers_answers_equal_generate_in_any_company():
     outputs = run(model, work, max_running=4, prefill_rows=16)
     assert [o[0].tokens for o in outputs] == [plain(model, request) for request in requests]
     model.close()
+
+
+@pytest.mark.parametrize(("device", "n_turns"), [("cpu", 4), ("cuda", 1)])
+def test_a_server_runs_longer_parts_of_prompts_on_a_gpu(device, n_turns):
+    turns = []
+
+    async def work(engine):
+        engine.on_turn = lambda seconds, n_rows: turns.append(n_rows)
+        await engine.submit(ask(500, 1)).collect()
+
+    with tl.Model(tiny_model(), 512, device=device, threads=1) as model:
+        run(model, work)
+    assert len(turns) == n_turns

@@ -176,6 +176,11 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path):
         ({"core.0.attn.k.weight": tensors["embed.weight"]}, r"tensor core\.0\.attn\.k\.weight has shape \[40, 32\], the config asks for \[16, 32\]"),
         ({"final_norm.weight": np.full(32, np.nan, np.float32)}, r"tensor final_norm\.weight holds NaN"),
         ({"embed.weight": np.full((40, 32), np.inf, np.float32)}, r"tensor embed\.weight holds NaN or infinity"),
+        ({"embed.weight": np.full((40, 32), np.nan, np.float16)}, r"tensor embed\.weight holds NaN or infinity"),
+        *(
+            ({"embed.weight": WeightTensor.bf16(np.full((40, 32), bits, np.uint16))}, r"embed\.weight holds NaN or")
+            for bits in (0x7F80, 0xFF80, 0x7FC1)
+        ),
     ):
         changed = {name: x for name, x in (tensors | change).items() if x is not None}
         with pytest.raises(FormatError, match=message):

@@ -193,6 +193,17 @@ def test_extreme_biases(model, greedy, filters):
     assert set(draws(model, range(10), logit_bias={**only, 7: -1e30}, repetition_penalty=1e-3, **filters)) == {7}
 
 
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"top_k": 10}, {"top_p": 0.9}, {"min_p": 0.3}, {"temperature": 1e30}])
+def test_what_bias_and_penalty_drive_out_of_range_is_not_banned(model, filters):
+    seen, unseen = int(max(PROMPT)), next(i for i in range(V) if i not in PROMPT)
+    for penalty in (2.0, 1e30):
+        banned = {i: -INF for i in range(V) if i != seen}
+        assert set(draws(model, range(10), logit_bias={**banned, seen: -1e300}, repetition_penalty=penalty, **filters)) == {seen}
+    banned = {i: -INF for i in range(V) if i not in (seen, unseen)}
+    both = {**banned, seen: -3e38, unseen: -3e38}
+    assert set(draws(model, range(10), logit_bias=both, repetition_penalty=2.0, **filters)) == {unseen}
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

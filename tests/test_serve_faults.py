@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 from engine_runs import GREEDY, ask, held_steps, plain, prompt, run
@@ -285,6 +286,29 @@ def test_a_stuck_worker_fails_all_that_wait_and_serves_again_when_it_comes_back(
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert model.kv_nbytes == 0
+
+
+def test_a_long_stretch_of_short_turns_is_not_stuck(model, monkeypatch):
+    from tinyloop_py.serve import runner, worker
+
+    real, seconds, problems = runner.step_generations, 0.0, []
+    monkeypatch.setattr(runner, "STRETCH_SECONDS", 1e9)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: seconds))
+
+    async def work(engine):
+        def slow(generations, rows):
+            nonlocal seconds
+            seconds += 20.0  # of the 30 that a turn may take
+            problems.append(engine.problem)
+            return real(generations, rows)
+
+        engine.stall_seconds = 30.0
+        monkeypatch.setattr(runner, "step_generations", slow)
+        [output] = await engine.submit(ask(5, 12)).collect()
+        assert output.tokens == plain(model, ask(5, 12))
+        assert len(problems) >= 12 and not any(problems)
+
+    run(model, work)
 
 
 def test_an_engine_with_a_stuck_turn_may_be_closed_twice(model, held):

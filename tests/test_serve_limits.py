@@ -265,6 +265,21 @@ def test_an_answer_after_the_body_was_read_keeps_the_connection(url):
                 assert connection.sock is held
 
 
+@pytest.mark.parametrize(
+    "target", ["http://localhost/health", "HTTP://127.0.0.1:9/health", "https://[::1]/health?a=http://b", "http://localhost/v1/../health"]
+)
+def test_a_whole_url_may_be_asked_for(url, target):
+    answer = raw(url, f"GET {target} HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 404" if ".." in target else b"HTTP/1.1 200"), answer
+
+
+def test_the_host_of_a_whole_url_is_the_one_that_counts(url):
+    for target in ("http://evil.example/health", "http://localhost@evil.example/health", "http:///health"):
+        answer = raw(url, f"GET {target} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 403"), (target, answer)
+    assert raw(url, b"GET http://localhost HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")  # the page
+
+
 def test_no_redirect_leads_to_the_host_that_a_request_names():
     with server_here() as (url, _):
         for path in ("/health/", "/v1/models/", "/v1/prefixes/"):

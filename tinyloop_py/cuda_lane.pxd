@@ -43,6 +43,9 @@ cdef class Lane:
     cdef list _history, _bias          # of each row on the device, where they are in use
     cdef int _stride, _n_stages
     cdef int serial                    # no draw so far has a higher one
+    cdef int64_t _step_ns              # what a step takes the device, 0 where that is not known yet
+    cdef int64_t _waited_at            # when the token of the draw `_waited_serial` came, for which the host waited
+    cdef int _waited_serial
     cdef list left                     # rows that their stepper has left, and that may still be at work
     cdef int n_used                    # rows that a stepper has
 
@@ -57,4 +60,6 @@ cdef class Lane:
     cdef int stop_rows(self) except -1
     cdef int launch(self, int n_steps) except -1
     cdef int enqueue(self, void *stream) except -1
+    cdef int64_t pace(self, int serial) noexcept
+    cdef void look_ahead(self) noexcept
     cdef int32_t wait_for(self, int row, int serial, int64_t *waited_ns) except -1

@@ -19,6 +19,7 @@ cdef int RING = 256          # drawn tokens of a row that the host may lag behin
 cdef int SPINS = 1 << 14     # looks at a token's place before the device is asked whether it still works
 cdef int N_ASKED = 64        # times that it is, before Python may act on a signal: some 50 ms
 cdef int LAST_SERIAL = 1 << 30
+cdef int64_t COVER_NS = 4000000  # of work that is launched beyond the step that runs: as late as the host may come
 
 cdef extern from *:
     """
@@ -58,8 +59,6 @@ cdef class Lane:
         cdef int64_t nbytes
         cdef int row
         self.loops, self.window, self.n_rows = loops, window, n_rows
-        # Steps of one row are short: several in a launch divide what it costs the host. Those of many rows are longer, and what is
-        # ahead when rows join is taken before they do.
         self.steps_of_graph = MAX_STEPS if n_rows == 1 else 1
         self.max_ahead = 2 * MAX_STEPS if n_rows == 1 else 4
         self.device = (<CudaContext>plan.context).device
@@ -123,6 +122,7 @@ cdef class Lane:
         for row in range(self.n_rows):
             self._here.pos[row] = -1
         self.left = []
+        self._waited_serial = -1  # the device may have had nothing to do
         return 0
 
     cdef int set_row(self, int row, Sampling sampling, const int32_t *tokens, int n_tokens, int n_left) except -1:
@@ -246,6 +246,24 @@ cdef class Lane:
         )
         return 0
 
+    cdef int64_t pace(self, int serial) noexcept:
+        """A token was waited for and is there: two in a row tell how long a step takes. The time, in ns."""
+        cdef int64_t now = now_ns(), step_ns = now - self._waited_at
+        if serial == self._waited_serial + 1 and step_ns > 0:
+            self._step_ns = step_ns if self._step_ns == 0 else (7 * self._step_ns + step_ns) // 8
+            self.look_ahead()
+        self._waited_serial, self._waited_at = serial, now
+        return now
+
+    cdef void look_ahead(self) noexcept:
+        """Has as much ahead as covers a late host. More would only be in the way of who comes next, or be run for nothing."""
+        cdef int64_t n = 1 + (COVER_NS + self._step_ns - 1) // self._step_ns
+        if self.n_rows == 1:
+            self.max_ahead = <int>min(n, 2 * MAX_STEPS)
+            self.steps_of_graph = MAX_STEPS if n >= 6 else 2 if n >= 3 else 1  # several in a launch divide what it costs the host
+        else:
+            self.max_ahead = <int>min(n, 4)
+
     cdef int32_t wait_for(self, int row, int serial, int64_t *waited_ns) except -1:
         """The token of a row's draw, once it is there; the GIL is released while it is not, and that time is added to `waited_ns`."""
         cdef const uint64_t *place = self._here.ring + row * RING + (serial - 1) % RING
@@ -262,5 +280,5 @@ cdef class Lane:
                             break
                 if not found and self.device.is_idle("decoding") and not tl_spin(place, serial, 1):
                     raise RuntimeError("CUDA decoding: the device is done and a token is missing")
-            waited_ns[0] += now_ns() - begin
+            waited_ns[0] += self.pace(serial) - begin
         return <int32_t>(place[0] & 0xffffffff)

@@ -70,7 +70,7 @@ class ModelWriter:
         return tuple(self._shapes)
 
     def write(self, name: str, value: npt.ArrayLike | WeightTensor) -> None:
-        """Store a weight: an array (see `WeightTensor.of`) or a `WeightTensor`. int8 to int8 of the same groups is copied."""
+        """Store a weight: an array (see `WeightTensor.of`) or a `WeightTensor`. One of the stored type (and groups) is copied."""
         weight = value if isinstance(value, WeightTensor) else WeightTensor.of(value, name)
         self._check_shape(name, weight.shape)
         if weight.dtype == "int8" and self._dtypes[name] == "int8" and weight.group_size == self._group_size:
@@ -78,6 +78,10 @@ class ModelWriter:
             self._begin(name)
             self._put(name, 0, weight.data)
             self._put(name + SCALE_SUFFIX, 0, weight.scales)
+            return
+        if weight.dtype != "int8" and weight.dtype == self._dtypes[name]:
+            self._begin(name)
+            self._copy(name, weight)
             return
         self.write_blocks(name, (weight.rows_float32(rows) for rows in row_blocks(weight.n_rows, weight.shape[-1])))
 
@@ -163,6 +167,15 @@ class ModelWriter:
         if name in self._written:
             raise ValueError(f"tensor {name} was written already")
         self._written.add(name)
+
+    def _copy(self, name: str, weight: WeightTensor) -> None:
+        """The bits of a float weight, which must be finite."""
+        data = weight.data.reshape(weight.n_rows, -1)
+        for rows in row_blocks(*data.shape):
+            values = data[rows]
+            if not ((values & 0x7F80) != 0x7F80).all() if weight.dtype == "bf16" else not np.isfinite(values).all():
+                raise FormatError(f"tensor {name} holds NaN or infinity")
+            self._put(name, rows.start * data.shape[1], values)
 
     def _put_rows(self, name: str, row: int, block: F32Array) -> None:
         dtype = self._dtypes[name]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .errors import FormatError
 
-CHUNK_NBYTES = 1 << 22
+CHUNK_NBYTES = 1 << 20  # summed while they are in the cache
 
 
 def read_array(fd: int, dtype: npt.DTypeLike, n: int, offset: int, what: str, memory: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[Any]:
@@ -19,6 +19,16 @@ def read_array(fd: int, dtype: npt.DTypeLike, n: int, offset: int, what: str, me
     values = np.empty(n, dtype) if memory is None else memory[: n * np.dtype(dtype).itemsize].view(dtype)
     _fill(fd, values.view(np.uint8).data, offset, what)
     return values
+
+
+def read_summed(fd: int, memory: npt.NDArray[np.uint8], offset: int, what: str) -> int:
+    """Fills memory from `offset` on and gives the CRC-32 of it; errors as `read_array`."""
+    view, crc = memory.data, 0
+    for start in range(0, len(view), CHUNK_NBYTES):
+        piece = view[start : start + CHUNK_NBYTES]
+        _fill(fd, piece, offset + start, what)
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def crc32_at(fd: int, nbytes: int, offset: int, what: str) -> int:

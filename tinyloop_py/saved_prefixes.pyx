@@ -204,7 +204,7 @@ cdef list read_prefixes(Engine engine, object file, object contents):
         for stage, first in span.first_held.items():
             promised += (span.n_pages - first) * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind)
     store.reserve(promised)
-    spans = []
+    spans, scratch = [], {}
     try:
         for i, described in enumerate(contents.spans):
             span = Span(store, described.first_page, described.n_pages, described.n_stages, kind)
@@ -212,13 +212,21 @@ cdef list read_prefixes(Engine engine, object file, object contents):
             for stage, first in described.first_held.items():
                 n = described.n_pages - first
                 page = canonical_page(engine, stage, kind)
-                arrays = [file.read(f"span.{i}.{stage}.{what}", dtype, (n, *shape)) for what, (dtype, shape) in page.items()]
+                arrays = [read_pages(file, f"span.{i}.{stage}.{what}", dtype, (n, *shape), what, scratch) for what, (dtype, shape) in page.items()]
                 import_pages(engine, span, stage, first, arrays)
                 store.unreserve(n * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind))
                 promised -= n * store.page_nbytes(min(stage, TL_STAGE_CORE) + 3 * kind)
     finally:
         store.unreserve(promised)
     return [read_prefix(engine, file, entry, i, spans) for i, entry in enumerate(contents.entries)]
+
+
+cdef object read_pages(object file, str name, str dtype, tuple shape, str what, dict scratch):
+    """A tensor in memory that is used again for the next one of its kind: new memory would cost as much as reading."""
+    cdef int64_t nbytes = math.prod(shape) * ITEM_NBYTES[dtype]
+    if what not in scratch or scratch[what].size < nbytes:
+        scratch[what] = np.empty(nbytes, np.uint8)
+    return file.read(name, dtype, shape, scratch[what])
 
 
 cdef KvPrefix read_prefix(Engine engine, object file, object entry, int number, list spans):

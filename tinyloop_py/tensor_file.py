@@ -17,7 +17,7 @@ from typing_extensions import Self
 from .atomic_file import AtomicFile, PathLike, file_kind
 from .errors import FormatError
 from .file_metadata import HEADER_CRC32, TENSOR_CRC32, crc_text, header_crc32
-from .positioned_read import read_array
+from .positioned_read import read_summed
 from .safetensors_header import ITEM_NBYTES, HeaderEntry, header_bytes, read_header
 from .strict_json import load_object, shown
 
@@ -105,15 +105,16 @@ class TensorFile:
             self._crc32 = load_object(self.text.get(TENSOR_CRC32, "{}"), f"the metadata's {TENSOR_CRC32}")
             self._fd = os.dup(file.fileno())
 
-    def read(self, name: str, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """A tensor, which must be of this type and shape and hold what was written."""
+    def read(self, name: str, dtype: str, shape: tuple[int, ...], memory: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[Any]:
+        """A tensor, which must be of this type and shape and hold what was written; in `memory` where given."""
         entry = self.entries.get(name)
         if entry is None:
             raise FormatError(f"tensor {name} is missing")
         if (entry.dtype, entry.shape) != (dtype, shape):
             raise FormatError(f"tensor {name} is {entry.dtype} of shape {shown(list(entry.shape))}, expected {dtype} of {list(shape)}")
-        flat = read_array(self._fd, np.uint8, entry.stop - entry.start, entry.start, f"tensor {name}")
-        if crc_text(zlib.crc32(flat.data)) != self._crc32.get(name):
+        nbytes = entry.stop - entry.start
+        flat = np.empty(nbytes, np.uint8) if memory is None else memory[:nbytes]
+        if crc_text(read_summed(self._fd, flat, entry.start, f"tensor {name}")) != self._crc32.get(name):
             raise FormatError(f"tensor {name} is damaged: its checksum is not {shown(self._crc32.get(name))}")
         return flat.view(NUMPY_TYPES[dtype]).reshape(shape)
 

@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="most outputs that share a step, and most prefixes being registered (default %(default)s)",
     )
     engine.add_argument("--max-queued", type=int, default=64, help="most requests that wait; further ones get status 429 (default %(default)s)")
-    engine.add_argument("--prefill-rows", type=int, default=128, help="most rows of prompts between two tokens of the others (default %(default)s)")
+    engine.add_argument("--prefill-rows", type=int, help="most rows of prompts between two tokens of the others (default 128; 512 on a GPU)")
     engine.add_argument("--deadline", default=300.0, help="most time of a request, waiting included (default %(default)g)", **seconds)
     engine.add_argument("--window", type=int, default=0, help="sliding window of attention in positions (default %(default)s: none)")
     engine.add_argument("--default-max-tokens", type=int, default=1024, help="of a chat that names none (default %(default)s)")

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from . import routes_openai, routes_prefixes, routes_status, routes_tokens
 from .access import RequestLog
 from .errors import ServeError, bad_request
-from .limits import BodyLimit, CloseUnread, OwnHost, error_response
+from .limits import AbsoluteTarget, BodyLimit, CloseUnread, OwnHost, error_response
 from .service import Service
 from .settings import Settings
 
@@ -46,6 +46,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.add_middleware(OwnHost)
     app.add_middleware(RequestLog, service=service)
     app.add_middleware(CloseUnread)
+    app.add_middleware(AbsoluteTarget)
     return app
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,24 @@ LINGER_SECONDS = 0.5
 def error_response(error: ServeError) -> JSONResponse:
     """A ServeError as it is sent."""
     return JSONResponse(error.body(), error.status, error.headers())
+
+
+class AbsoluteTarget:
+    """Takes a request for a whole URL (`GET http://host/path`), as those that go to a proxy are: its host counts, not the Host header's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app on the path alone."""
+        if scope["type"] == "http":
+            scheme, found, rest = scope["raw_path"].partition(b"://")
+            if found and scheme.lower() in (b"http", b"https"):
+                host, slash, path = rest.partition(b"/")
+                raw = slash + path or b"/"
+                headers = [(b"host", host), *(field for field in scope["headers"] if field[0] != b"host")]
+                scope = {**scope, "raw_path": raw, "path": unquote(raw.decode("ascii")), "headers": headers}
+        await self._app(scope, receive, send)
 
 
 class CloseUnread:

@@ -19,7 +19,7 @@ class Settings:
     # the engine
     max_running: int = 8
     max_queued: int = 64
-    prefill_rows: int = 128
+    prefill_rows: int | None = None  # the engine's choice
     window: int = 0
     deadline: float = 300.0
     default_max_tokens: int = 1024  # of a chat that names none; less where the context ends before

@@ -55,7 +55,8 @@ def parse(body: bytes) -> Any:
     """JSON of a body; ServeError(400) says what is wrong."""
     if not body:
         raise bad_request("The body is empty, expected a JSON object.")
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+    n_opened = body.count(b"[") + body.count(b"{")
+    if n_opened > MAX_CONTAINERS:
         plain = STRING.sub(b"", body)
         if plain.count(b"[") + plain.count(b"{") > MAX_CONTAINERS:
             raise bad_request(f"The JSON has more than {MAX_CONTAINERS} lists and objects.")
@@ -65,7 +66,8 @@ def parse(body: bytes) -> Any:
         raise bad_request(f"The body is not UTF-8: byte {error.start} cannot be read.") from None
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        if _depth_exceeds(value, MAX_DEPTH):
+        is_small = n_opened <= MAX_DEPTH and body.count(b":") <= MAX_KEYS  # no deeper, and with no more keys, than that
+        if not is_small and _depth_exceeds(value, MAX_DEPTH):
             raise bad_request(f"The JSON is nested more than {MAX_DEPTH} deep.")
         if "\\u" in text:  # an escape may name half a surrogate pair, which is no text
             json.dumps(value, ensure_ascii=False).encode()

@@ -27,7 +27,7 @@ class Worker:
         self._waiting: set[asyncio.Future[Any]] = set()  # told when the thread ends, wherever in it their calls are
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead = False
-        self._began_at: float | None = None  # of the call that runs
+        self._began_at: float | None = None  # the call that runs, or what it does now
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
@@ -37,7 +37,7 @@ class Worker:
         return self.thread.is_alive() and not self._dead
 
     def busy_seconds(self) -> float:
-        """How long the call that runs has been running; 0 where none does."""
+        """How long the call that runs has been running, or since it got further; 0 where none does."""
         began = self._began_at
         return 0.0 if began is None else time.monotonic() - began
 
@@ -77,6 +77,10 @@ class Worker:
             self._dead = True
             self._began_at = None
             self.tell(self._fail_waiting)
+
+    def got_further(self) -> None:
+        """From the thread: the call that runs is not stuck."""
+        self._began_at = time.monotonic()
 
     def tell(self, function: Callable[..., None], *arguments: Any) -> None:
         """From the thread: have the event loop run it, before it sees the result of the call that tells."""
