@@ -104,15 +104,19 @@ TL_DEVICE void hand_quads(const Handover &hand, const Channel &c, const float4 (
 }
 
 // Where four columns from `column` on, a multiple of four, lie in an operand: as operand_position has them, in two words two apart.
-TL_DEVICE uint32_t *four_at(void *operand, int column) {
-  return (uint32_t *)operand + column / 16 * 8 + column / 4 % 2 * 4 + column / 8 % 2;
-}
+TL_DEVICE int four_at(int column) { return (column / 16 * 8 + column / 4 % 2 * 4 + column / 8 % 2) * 4; }
+TL_DEVICE uint32_t *four_at(void *operand, int column) { return (uint32_t *)((uint8_t *)operand + four_at(column)); }
 TL_DEVICE void put_four(uint32_t *to, uint32_t low, uint32_t high) {
   to[0] = low;
   to[2] = high;
 }
+// The same in shared memory. An address that the compiler cannot tell from others' would wait behind all that is read and written there.
+TL_DEVICE void put_four(shared_t to, uint32_t low, uint32_t high) {
+  store_shared4(to, low);
+  store_shared4(to + 8, high);
+}
 template <class Op>
-TL_DEVICE void put_quad(uint32_t *to, const float4 &q) {
+TL_DEVICE void put_quad(shared_t to, const float4 &q) {
   put_four(to, Op::pack(q.x, q.y), Op::pack(q.z, q.w));
 }
 
@@ -134,18 +138,20 @@ TL_DEVICE void run_step_program(const StepProduct &t, const ProductHead &h, cons
   const int n = h.dim, early = h.early, n_in = t.tail ? 2 * n : n;
   const float eps = t.eps, per_value = reciprocal((float)n);
   float4 weight[kEarlyNorms][kStepQuads], v[kStepQuads], other[kStepQuads] = {};
-  uint32_t *to[kStepQuads], kinds = h.kinds;
+  bool mine[kStepQuads];
+  shared_t to[kStepQuads];
+  uint32_t kinds = h.kinds;
   int n_norms = 0;
 #pragma unroll
   for (int i = 0; i < kEarlyNorms; i++) read_quads(weight[i], hand, t.early_norm[i], i < t.n_early_norms ? n : 0);
 #pragma unroll
-  for (int j = 0; j < kStepQuads; j++) to[j] = hand.quad(j) < n ? four_at(m.operand, hand.quad(j)) : nullptr;
+  for (int j = 0; j < kStepQuads; j++) mine[j] = hand.quad(j) < n, to[j] = shared_of(m.operand) + four_at(hand.quad(j));
   if (hand.thread < pad16(n_in) - n_in) ((uint16_t *)m.operand)[operand_position(n_in + hand.thread)] = 0;
   if (t.tail) {
     read_quads(v, hand, t.tail, n);
 #pragma unroll
     for (int j = 0; j < kStepQuads; j++)
-      if (to[j]) put_quad<Op>(four_at(m.operand, n + hand.quad(j)), v[j]);
+      if (mine[j]) put_quad<Op>(shared_of(m.operand) + four_at(n + hand.quad(j)), v[j]);
   }
   if (early) take_quads(other, hand, t.op[early].channel, t.op[early].p, n);
   if (row.from) {
@@ -172,13 +178,13 @@ TL_DEVICE void run_step_program(const StepProduct &t, const ProductHead &h, cons
       const StepOp op = t.op[o];
 #pragma unroll
       for (int j = 0; j < kStepQuads; j++)
-        if (to[j]) store_quad<true>(const_cast<float *>(op.p), hand.quad(j), n, v[j]);
+        if (mine[j]) store_quad<true>(const_cast<float *>(op.p), hand.quad(j), n, v[j]);
       if (op.channel.words) hand_quads(hand, op.channel, v, pad16(n));  // a product adds its padding, too
     }
   }
 #pragma unroll
   for (int j = 0; j < kStepQuads; j++)
-    if (to[j]) put_quad<Op>(to[j], v[j]);
+    if (mine[j]) put_quad<Op>(to[j], v[j]);
 }
 
 // The operand that an earlier task left.
@@ -188,7 +194,7 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
     for (int i = hand.thread * 16; i < t.head.n_blocks * 32; i += kThreads * 16) *(uint4 *)(m.operand + i) = *(const uint4 *)((const uint8_t *)t.source + i);
     return;
   }
-  uint32_t *to = four_at(m.operand, hand.thread * 4);
+  shared_t to = shared_of(m.operand) + four_at(hand.thread * 4);
   const int n = row.count;
 #pragma unroll 1
   for (int done = 0;;) {
@@ -196,12 +202,12 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
     await_words(data, row.count, row.flag, [&](int i) { return row.at(i); });
 #pragma unroll
     for (int i = 0; i < RowWords::kMost; i++)
-      if (i < row.count) put_four(to + i * kThreads * 2, (uint32_t)data[i], (uint32_t)(data[i] >> 32));
+      if (i < row.count) put_four(to + i * kThreads * 8, (uint32_t)data[i], (uint32_t)(data[i] >> 32));
     done += RowWords::kMost;
     if (done >= n) return;
     row.from += RowWords::kMost * kThreads * 16;
     row.count = n - done;
-    to += RowWords::kMost * kThreads * 2;
+    to += RowWords::kMost * kThreads * 8;
   }
 }
 
@@ -209,7 +215,7 @@ TL_DEVICE void take_operand(const StepProduct &t, const StepMemory &m, const Han
 struct Output {
   bool exists, has_bias;
   int stride;          // chunks that a row has room for among the sums, a multiple of four: those behind the last one are zero
-  float *sums;         // of its chunks; of the panel after it, where gated, a panel further
+  shared_t sums;       // of its chunks; of the panel after it, where gated, a panel further
   float scale[2], bias[2], addend;
   uint8_t *words;      // that this thread hands on, or NULL
   uint32_t *operand;   // four columns, and NULL where others store them
@@ -226,7 +232,7 @@ TL_DEVICE Output output_of(const StepProduct &t, const ProductHead &h, const Ste
   const int output = (share.first_panel + begin + panel) * kPanelRows + lane;
   o.exists = panel < min(h.round_panels, share.n_panels - begin);
   o.stride = sums_stride(h.n_chunks);
-  o.sums = m.partial + (o.exists ? (panel * kPanelRows + lane) * o.stride : 0);
+  o.sums = shared_of(m.partial) + (o.exists ? (panel * kPanelRows + lane) * o.stride * 4 : 0);
   o.scale[0] = o.scale[1] = 1.0f;
   if (!o.exists) return o;
   const bool gated = h.unit_panels == 2;
@@ -265,8 +271,8 @@ TL_DEVICE void clear_rest(const Output &o, const ProductHead &h) {
 #pragma unroll
   for (int c = 0; c < 3; c++)
     if (h.n_chunks + c < o.stride) {
-      o.sums[h.n_chunks + c] = 0.0f;
-      if (h.unit_panels == 2) o.sums[kPanelRows * o.stride + h.n_chunks + c] = 0.0f;
+      store_shared4(o.sums + (h.n_chunks + c) * 4, 0);
+      if (h.unit_panels == 2) store_shared4(o.sums + (kPanelRows * o.stride + h.n_chunks + c) * 4, 0);
     }
 }
 
@@ -278,20 +284,20 @@ TL_DEVICE float addend_of(const Output &o, int lane) {
 }
 
 // Sum of an output's chunks, in order. Nothing changes it by adding zero: it is never a negative one.
-TL_DEVICE float sum_chunks(const float *sums, int stride) {
+TL_DEVICE float sum_chunks(shared_t sums, int stride) {
   float y = 0.0f;
 #pragma unroll 1
   for (int c = 0; c < stride; c += 8) {
-    const float4 a = *(const float4 *)(sums + c), b = c + 4 < stride ? *(const float4 *)(sums + c + 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    y = (((y + a.x) + a.y) + a.z) + a.w;
-    y = (((y + b.x) + b.y) + b.z) + b.w;
+    const uint4 a = load_shared16(sums + c * 4), b = c + 4 < stride ? load_shared16(sums + c * 4 + 16) : make_uint4(0, 0, 0, 0);
+    y = (((y + bits_float(a.x)) + bits_float(a.y)) + bits_float(a.z)) + bits_float(a.w);
+    y = (((y + bits_float(b.x)) + bits_float(b.y)) + bits_float(b.z)) + bits_float(b.w);
   }
   return y;
 }
 
 template <bool kScaled>
 TL_DEVICE float finished_sum(const Output &o, int i) {
-  float y = sum_chunks(o.sums + i * kPanelRows * o.stride, o.stride);
+  float y = sum_chunks(o.sums + i * kPanelRows * o.stride * 4, o.stride);
   if (kScaled) y = y * o.scale[i];
   return o.has_bias ? y + o.bias[i] : y;
 }

@@ -284,6 +284,7 @@ inline int nearest(float x) { return x == x ? (int)rintf(x) : 0; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }
+inline void store_shared4(shared_t p, uint32_t v) { *(uint32_t *)p = v; }
 inline uint4 load_shared16(shared_t p) { return *(const uint4 *)p; }
 inline void store_shared16(shared_t p, uint4 v) { *(uint4 *)p = v; }
 
