@@ -69,7 +69,7 @@ TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing 
     if (!t.attends)
       request_weights(requests, t.product);
     else
-      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.attend.window), table_of(a, tables, t.attention, round));
+      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.head.window), table_of(a, tables, t.attention, round));
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
     held.request(n + kTasksAhead, a.tasks + asked);
@@ -245,8 +245,9 @@ StepTask attention_of(const AttendArgs &a, int n, Channels &channels) {
   Rows &rows = t.attend.place.rows;  // put in where it runs: rows share tasks
   rows.pos = rows.seq = nullptr;
   rows.page_table = nullptr;
-  t.qkv = channels.from(a.place.qkv, n);
-  t.out = channels.to(a.out.data, n);
+  const PlaceArgs &p = a.place;
+  t.head = {channels.from(p.qkv, n), channels.to(a.out.data, n).words, a.out.data, a.window, a.scale, p.eps, p.qk_norm, p.rotary_dim, p.interleaved,
+            a.out.dtype};
   return task;
 }
 
@@ -261,6 +262,8 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
   s.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / s.n_units));
   s.n_strides = n_ctas / s.n_ranks;
   s.n_quads = merged_quads(std::min(s.group, kTileQueries), s.head_dim, s.n_ranks);
+  s.ranks_inverse = inverse_of(s.n_ranks);
+  s.dims_inverse = inverse_of(s.head_dim / 4);
   return s;
 }
 

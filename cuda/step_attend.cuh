@@ -22,7 +22,7 @@ struct HeadWords {
   int count;
   Flagged word[kStepPairs];
 };
-TL_DEVICE void ask_head(HeadWords &h, const StepAttention &t, const AttentionShape &shape, const Unit &u, const Handover &hand, int index, bool exists) {
+TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionShape &shape, const Unit &u, const Handover &hand, int index, bool exists) {
   const int n_pairs = shape.head_pad / 2, lane = hand.lane();
   h.part = index - u.n_queries;
   h.head = h.part < 0 ? u.first_head + index : shape.n_kv_heads * shape.group + h.part * shape.n_kv_heads + u.kv_head;
@@ -35,17 +35,16 @@ TL_DEVICE void ask_head(HeadWords &h, const StepAttention &t, const AttentionSha
 // The heads of the row: q to the tile; where this CTA has the row's own chunk also k and v, kept beside the page they go to. The numbers are
 // finish_head's; all that a lane needs besides the head's words is in registers before they come.
 template <class Kv>
-TL_DEVICE void place_heads(const StepAttention &t, const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand,
+TL_DEVICE void place_heads(const StepAttention &t, const AttentionHead &a, const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand,
                            HeadWords &h, int page, int slot, int n_heads) {
   const PlaceArgs &p = t.attend.place;
-  const int head_pad = shape.head_pad, lane = hand.lane(), n_pairs = head_pad / 2, half = p.rotary_dim / 2, head_dim = shape.head_dim;
-  const uint64_t flag = hand.flag - t.qkv.back;
-  const float eps = p.eps;
+  const int head_pad = shape.head_pad, lane = hand.lane(), n_pairs = head_pad / 2, half = a.rotary_dim / 2, head_dim = shape.head_dim;
+  const uint64_t flag = hand.flag - a.qkv.back;
   float *raw = m.raw(), *v = m.head();
 #pragma unroll 1
   for (int i = hand.warp(); i < n_heads;) {
     const int part = h.part;
-    const float *norm = part > 0 || p.qk_norm == TL_QK_NORM_NONE ? nullptr : part ? p.q_norm : p.k_norm;
+    const float *norm = part > 0 || a.qk_norm == TL_QK_NORM_NONE ? nullptr : part ? p.q_norm : p.k_norm;
     PairIndex at[kStepPairs];
     float2 angle[kStepPairs], weight[kStepPairs], x[kStepPairs];
     bool exists[kStepPairs], turns[kStepPairs];
@@ -54,7 +53,7 @@ TL_DEVICE void place_heads(const StepAttention &t, const AttentionShape &shape, 
       const int pair = lane + 32 * j;
       exists[j] = pair < n_pairs;
       turns[j] = part < 1 && pair < half;
-      at[j] = pair_index(p, pair);
+      at[j] = a.interleaved || pair >= half ? PairIndex{2 * pair, 2 * pair + 1} : PairIndex{pair, pair + half};
       angle[j] = turns[j] ? m.angle()[pair] : make_float2(1.0f, 0.0f);
       weight[j] = norm && 2 * pair < head_dim ? make_float2(norm[at[j].a], norm[at[j].b]) : make_float2(1.0f, 1.0f);
     }
@@ -78,7 +77,7 @@ TL_DEVICE void place_heads(const StepAttention &t, const AttentionShape &shape, 
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < kStepPairs; j++) sum = fmaf(x[j].y, x[j].y, fmaf(x[j].x, x[j].x, sum));  // the padding is zero
-      const float inverse = inverse_rms(warp_sum(sum), head_dim, eps);
+      const float inverse = inverse_rms(warp_sum(sum), head_dim, a.eps);
 #pragma unroll
       for (int j = 0; j < kStepPairs; j++) x[j] = make_float2(x[j].x * inverse * weight[j].x, x[j].y * inverse * weight[j].y);
     }
@@ -103,7 +102,7 @@ TL_DEVICE void place_heads(const StepAttention &t, const AttentionShape &shape, 
     }
     i += kWarps;
     if (i >= n_heads) break;
-    ask_head(h, t, shape, u, hand, i, true);
+    ask_head(h, a, shape, u, hand, i, true);
     __syncwarp();
   }
 }
@@ -122,8 +121,10 @@ TL_DEVICE void insert_own(shared_t k, shared_t v, const AttentionMemory &m, int 
 struct TeamChunk {
   PagesRead read;
   RingPlace own[kPagesOfWarp], freed;  // of this warp's pages; the slot that this lane frees
-  shared_t v[kPagesOfChunk];
+  bool reads_own[kPagesOfWarp];
+  shared_t k[kPagesOfWarp], v[kPagesOfChunk];
   int first;      // key of this warp
+  int inserted;   // which of its pages the row's own key comes into, or -1
   bool is_whole;  // all of the warp's keys are read
   uint64_t flag;
   uint8_t *to;    // this lane's part of the state
@@ -138,16 +139,22 @@ TL_DEVICE RingPlace further(const RingPlace &place, int n, int n_slots) {  // le
 }
 
 TL_DEVICE void find_chunk(TeamChunk &c, const Unit &u, const AttentionMemory &m, const Handover &hand, const Ring &ring, const RingPlace &place,
-                          int k_nbytes, const Keys &keys, int chunk) {
+                          int k_nbytes, const Keys &keys, int chunk, int pos) {
   const int first = hand.warp() % kWarpsOfTeam * kPagesOfWarp, lane = hand.lane();
   c.read = pages_of(keys, chunk);
 #pragma unroll
-  for (int j = 0; j < kPagesOfWarp; j++) c.own[j] = further(place, max(first + j - c.read.first, 0), ring.n_slots);
+  for (int j = 0; j < kPagesOfWarp; j++) {
+    c.own[j] = further(place, max(first + j - c.read.first, 0), ring.n_slots);
+    c.reads_own[j] = c.reads(first + j);
+    c.k[j] = lane * 16 + (c.reads_own[j] ? ring.address(c.own[j]) : shared_of(m.zeros()));
+  }
   c.freed = further(place, lane % kPagesOfChunk, ring.n_slots);
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk; j++)
     c.v[j] = lane * 16 + (c.reads(j) ? ring.address(further(place, j - c.read.first, ring.n_slots)) + k_nbytes : shared_of(m.zeros()));
   c.first = chunk * TL_KEY_CHUNK + first * TL_PAGE_POSITIONS;
+  const int own = pos - c.first;
+  c.inserted = own >= 0 && own < kPagesOfWarp * TL_PAGE_POSITIONS ? own / TL_PAGE_POSITIONS : -1;
   c.is_whole = keys.first <= c.first && keys.end >= c.first + kPagesOfWarp * TL_PAGE_POSITIONS;
   c.flag = state_flag(hand, chunk);
   c.to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
@@ -177,21 +184,16 @@ TL_DEVICE TeamLane lane_of(const AttentionShape &shape, const Unit &u, const Att
 template <class Kv>
 TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos) {
   const int w = me.w, lane = me.lane;
-  bool inserted = false;
   float s[kPagesOfWarp][2][4], top[2] = {0.0f, 0.0f};
-  shared_t k[kPagesOfWarp];
 #pragma unroll
-  for (int j = 0; j < kPagesOfWarp; j++) {
-    const int slot = pos - (c.first + j * TL_PAGE_POSITIONS);
-    k[j] = shared_of(m.zeros());
-    if (c.reads(w * kPagesOfWarp + j)) k[j] = ring.wait(c.own[j]);
-    if (slot >= 0 && slot < TL_PAGE_POSITIONS) {
-      insert_own(k[j], k[j] + me.k_nbytes, m, lane, me.head_pad, slot);
-      inserted = true;
-    }
-    k[j] += lane * 16;
+  for (int j = 0; j < kPagesOfWarp; j++)
+    if (c.reads_own[j]) ring.wait(c.own[j]);
+  if (c.inserted >= 0) {
+    const shared_t page = (c.inserted ? c.k[kPagesOfWarp - 1] : c.k[0]) - lane * 16;
+    static_assert(kPagesOfWarp == 2, "one page or the other");
+    insert_own(page, page + me.k_nbytes, m, lane, me.head_pad, pos % TL_PAGE_POSITIONS);
   }
-  score_pages<Kv, kPagesOfWarp>(s, me.q, k, me.head_pad / 16);
+  score_pages<Kv, kPagesOfWarp>(s, me.q, c.k, me.head_pad / 16);
   if (!c.is_whole)
 #pragma unroll
     for (int j = 0; j < kPagesOfWarp; j++) {
@@ -243,7 +245,7 @@ TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const 
       if (me.exists[h] && lane % 4 == 0) store_flagged(c.to + h * 8 * me.query_bytes, two_floats(top[h], l), c.flag);
     }
   }
-  if (inserted) fence_bulk_copies();  // the slots are copied to next
+  if (c.inserted >= 0) fence_bulk_copies();  // the slots are copied to next
   __syncwarp();
   if (lane < c.read.n) ring.free(c.freed, 1);
 }
@@ -258,29 +260,30 @@ TL_DEVICE int last_chunk(const KeyChunks &chunks, int rank, int n_ranks) {
 template <class Kv, class Settle>
 TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape, const CtaPlace &cta, uint8_t *shared, uint8_t *states,
                              const Handover &hand, const Ring &ring, RingPlace &base, int pos, const int32_t *table, const Settle &settle) {
-  const AttendArgs &a = t.attend;
   const AttentionMemory m{shared, hand.warp()};
-  const AttentionPlan *plan = (const AttentionPlan *)m.plan();
+  AttentionHead a;
+  AttentionPlan plan;
+  load_at_once(a, t.head);
+  load_at_once(plan, *(const AttentionPlan *)m.plan());
   const Keys keys = keys_of(pos, a.window);
   const KeyChunks chunks = chunks_of(keys);
   // Nothing to do: and so nobody would wait until it has read its queries, whose words are written again.
-  if (cta.unit >= shape.n_units || (plan->share.n_mine <= 0 && chunks.first + cta.rank >= chunks.end)) {
+  if (cta.unit >= shape.n_units || (plan.share.n_mine <= 0 && chunks.first + cta.rank >= chunks.end)) {
     meet();
     return settle();
   }
   const int team = hand.warp() / kWarpsOfTeam, own = pos / TL_KEY_CHUNK, n_ranks = shape.n_ranks, later = own - chunks.first - cta.rank;
-  const bool owns = later >= 0 && later % n_ranks == 0;
+  const bool owns = later >= 0 && quotient(later, shape.ranks_inverse) * n_ranks == later;
   const int page = owns ? table[pos / TL_PAGE_POSITIONS] : -1;
-  const float scale = a.scale;
 #pragma unroll 1
   for (int index = cta.unit; index < shape.n_units; index += shape.n_strides) {
     const bool is_first = index == cta.unit;
-    const Unit u = is_first ? plan->unit : unit_of(shape, index, cta.rank, states);
-    const MergeShare share = is_first ? plan->share : merge_share(shape, u);
+    const Unit u = is_first ? plan.unit : unit_of(shape, index, cta.rank, states);
+    const MergeShare share = is_first ? plan.share : merge_share(shape, u);
     const int n_heads = u.n_queries + (owns ? 2 : 0);
     HeadWords head;
-    ask_head(head, t, shape, u, hand, hand.warp(), hand.warp() < n_heads);
-    const TeamLane me = lane_of(shape, u, m, hand, scale);
+    ask_head(head, a, shape, u, hand, hand.warp(), hand.warp() < n_heads);
+    const TeamLane me = lane_of(shape, u, m, hand, a.scale);
     // A team's next chunk: one of the CTA's first kTeamsOfCta, and every kTeamsOfCta-th from there on.
     TeamChunk c = {};
     int chunk = chunks.first + cta.rank;
@@ -289,10 +292,10 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
       for (; n && chunk < chunks.end; n--, chunk += n_ranks) base = further(base, pages_of(keys, chunk).n, ring.n_slots);
     };
     skip(team);
-    if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk);
-    const Quad first_quad = quad_of(t, shape, u, share.first + hand.warp());
+    if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
+    const Quad first_quad = quad_of(shape, u, share.first + hand.warp());
     if (!is_first) meet();  // no one reads the unit before any more
-    place_heads<Kv>(t, shape, u, m, hand, head, page, pos % TL_PAGE_POSITIONS, n_heads);
+    place_heads<Kv>(t, a, shape, u, m, hand, head, page, pos % TL_PAGE_POSITIONS, n_heads);
     meet();
 #pragma unroll 1
     for (int begin = chunks.first; begin < chunks.end;) {
@@ -302,18 +305,18 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
       while (chunk < end) {
         attend_chunk<Kv>(me, m, ring, c, keys, pos);
         skip(kTeamsOfCta);
-        if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk);
+        if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
       }
       if (share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, begin, end);
 #pragma unroll 1
       for (int i = hand.warp(); i < share.n_mine; i += kWarps) {
-        const Quad quad = i < kWarps ? first_quad : quad_of(t, shape, u, share.first + i);
+        const Quad quad = i < kWarps ? first_quad : quad_of(shape, u, share.first + i);
         float *kept = m.total() + (4 * i + hand.lane() % 4) * 3;
         Total total = {kMasked, 0.0f, 0.0f};
         if (begin != chunks.first) total = {kept[0], kept[1], kept[2]};
         merge_span(total, m, hand, quad, u.chunk_bytes, begin, end);
         if (end == chunks.end)
-          hand_attention(t, hand, quad, total);
+          hand_attention(t, a, hand, quad, total);
         else if (hand.lane() < 4)
           kept[0] = total.m, kept[1] = total.l, kept[2] = total.o;
       }

@@ -81,7 +81,7 @@ TL_DEVICE MergeShare merge_share(const AttentionShape &shape, const Unit &u) {
 }
 
 // All that a CTA works out for its first unit before a step begins; kept in shared memory.
-struct AttentionPlan {
+struct alignas(16) AttentionPlan {
   Unit unit;
   MergeShare share;
 };
@@ -99,11 +99,10 @@ struct Quad {
   int column;
   bool last;  // of the row
 };
-TL_DEVICE Quad quad_of(const StepAttention &t, const AttentionShape &shape, const Unit &u, int quad) {
-  const int per_query = shape.head_dim / 4, query = quad < per_query ? 0 : quad / per_query, dim = (quad - query * per_query) * 4;
+TL_DEVICE Quad quad_of(const AttentionShape &shape, const Unit &u, int quad) {
+  const int query = quotient(quad, shape.dims_inverse), dim = quad * 4 - query * shape.head_dim, head = u.first_head + query;
   const uint8_t *ml = u.states + query * u.query_bytes;
-  return {ml, ml + (1 + dim / 2) * 16, (u.first_head + query) * shape.head_dim + dim,
-          u.first_head + query == t.attend.place.n_heads - 1 && dim == shape.head_dim - 4};
+  return {ml, ml + (1 + dim / 2) * 16, head * shape.head_dim + dim, head == shape.n_kv_heads * shape.group - 1 && dim == shape.head_dim - 4};
 }
 
 // One dim's state, and what a dim's groups have in common.
@@ -184,20 +183,19 @@ TL_DEVICE void follow_span(const Unit &u, const Handover &hand, int begin, int e
 }
 
 // O / l of a quad, to the operand of the next product, after the last one the padding. By the warp that merged it.
-TL_DEVICE void hand_attention(const StepAttention &t, const Handover &hand, const Quad &quad, const Total &total) {
-  const Operand &out = t.attend.out;
+TL_DEVICE void hand_attention(const StepAttention &t, const AttentionHead &h, const Handover &hand, const Quad &quad, const Total &total) {
   const float y = total.l != 0.0f ? total.o * (1.0f / total.l) : 0.0f;
-  const uint32_t pair = pack_pair(out.dtype, y, __shfl_sync(0xffffffffu, y, hand.lane() + 1)), high = __shfl_sync(0xffffffffu, pair, hand.lane() + 2);
+  const uint32_t pair = pack_pair(h.out_dtype, y, __shfl_sync(0xffffffffu, y, hand.lane() + 1));
+  const uint32_t high = __shfl_sync(0xffffffffu, pair, hand.lane() + 2);
   if (hand.lane()) return;
-  uint8_t *const words = t.out.words;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
-    if (words) store_flagged(words + column * 4, (uint64_t)high << 32 | low, hand.flag);
-    put_four(four_at(out.data, column), low, high);
+    if (h.words) store_flagged(h.words + column * 4, (uint64_t)high << 32 | low, hand.flag);
+    put_four(four_at(h.out, column), low, high);
   };
   hand_on(quad.column, pair, high);
   if (!quad.last) return;
 #pragma unroll 1
-  for (int column = quad.column + 4; column < out.n_in; column += 4) hand_on(column, 0, 0);
+  for (int column = quad.column + 4; column < t.attend.out.n_in; column += 4) hand_on(column, 0, 0);
 }
 
 #endif

@@ -72,11 +72,22 @@ struct AttentionShape {
   int32_t n_units, n_ranks;  // KV heads with up to kTileQueries queries; CTAs of each
   int32_t n_strides;         // units that are worked on at once
   int32_t n_quads;           // quads of dims that a CTA merges of a unit
+  uint32_t ranks_inverse, dims_inverse;  // of n_ranks, and of head_dim / 4
+};
+
+// What every thread needs of an attention before it waits for its queries.
+struct alignas(16) AttentionHead {
+  Channel qkv;
+  uint8_t *words;  // of the outputs, or NULL
+  void *out;       // and where else they go
+  int32_t window;
+  float scale, eps;
+  int32_t qk_norm, rotary_dim, interleaved, out_dtype;
 };
 
 struct StepAttention {
+  AttentionHead head;
   AttendArgs attend;
-  Channel qkv, out;
 };
 
 struct alignas(16) StepTask {
