@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     hand.flag++;
     hand.thread = thread_now();
     if (t.attends)
-      run_attention<Kv>(t.attention, a.shape, cta, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
+      run_attention<Kv>(t.attention, a.shape, cta, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round),
+                        settle);
     else
       run_product(t.product, memory, hand, ring, place, settle);
     a.order.next(task, round);
@@ -246,7 +247,15 @@ StepTask attention_of(const AttendArgs &a, int n, Channels &channels) {
   rows.pos = rows.seq = nullptr;
   rows.page_table = nullptr;
   const PlaceArgs &p = a.place;
-  t.head = {channels.from(p.qkv, n), channels.to(a.out.data, n).words, a.out.data, a.window, a.scale, p.eps, p.qk_norm, p.rotary_dim, p.interleaved,
+  t.head = {channels.from(p.qkv, n),
+            channels.to(a.out.data, n).words,
+            a.out.data,
+            a.window,
+            a.scale,
+            p.eps,
+            p.qk_norm,
+            p.rotary_dim,
+            p.interleaved,
             a.out.dtype};
   return task;
 }

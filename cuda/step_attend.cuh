@@ -22,7 +22,8 @@ struct HeadWords {
   int count;
   Flagged word[kStepPairs];
 };
-TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionShape &shape, const Unit &u, const Handover &hand, int index, bool exists) {
+TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionShape &shape, const Unit &u, const Handover &hand, int index,
+                        bool exists) {
   const int n_pairs = shape.head_pad / 2, lane = hand.lane();
   h.part = index - u.n_queries;
   h.head = h.part < 0 ? u.first_head + index : shape.n_kv_heads * shape.group + h.part * shape.n_kv_heads + u.kv_head;
@@ -35,8 +36,8 @@ TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionSha
 // The heads of the row: q to the tile; where this CTA has the row's own chunk also k and v, kept beside the page they go to. The numbers are
 // finish_head's; all that a lane needs besides the head's words is in registers before they come.
 template <class Kv>
-TL_DEVICE void place_heads(const StepAttention &t, const AttentionHead &a, const AttentionShape &shape, const Unit &u, const AttentionMemory &m, const Handover &hand,
-                           HeadWords &h, int page, int slot, int n_heads) {
+TL_DEVICE void place_heads(const StepAttention &t, const AttentionHead &a, const AttentionShape &shape, const Unit &u, const AttentionMemory &m,
+                           const Handover &hand, HeadWords &h, int page, int slot, int n_heads) {
   const PlaceArgs &p = t.attend.place;
   const int head_pad = shape.head_pad, lane = hand.lane(), n_pairs = head_pad / 2, half = a.rotary_dim / 2, head_dim = shape.head_dim;
   const uint64_t flag = hand.flag - a.qkv.back;
@@ -175,9 +176,19 @@ TL_DEVICE TeamLane lane_of(const AttentionShape &shape, const Unit &u, const Att
   const int lane = hand.lane(), w = hand.warp() % kWarpsOfTeam;
   float *const top = m.top() + lane / 4;
   static_assert(kWarpsOfTeam == 2, "the other warp has the other maximum");
-  return {lane, w, kTaskBarrier + 1 + hand.warp() / kWarpsOfTeam, shape.head_pad, shape.k_nbytes, u.query_bytes, scale,
-          u.n_queries > 8, {lane / 4 < u.n_queries, lane / 4 + 8 < u.n_queries}, shared_of(m.q()) + lane * 16,
-          top + w * kTileQueries, top + (1 - w) * kTileQueries, m.p() + lane};
+  return {lane,
+          w,
+          kTaskBarrier + 1 + hand.warp() / kWarpsOfTeam,
+          shape.head_pad,
+          shape.k_nbytes,
+          u.query_bytes,
+          scale,
+          u.n_queries > 8,
+          {lane / 4 < u.n_queries, lane / 4 + 8 < u.n_queries},
+          shared_of(m.q()) + lane * 16,
+          top + w * kTileQueries,
+          top + (1 - w) * kTileQueries,
+          m.p() + lane};
 }
 
 // A chunk's state for all queries of the unit, to whoever merges it. By a team.

@@ -15,10 +15,10 @@ static_assert(32 % TL_CHUNK_GROUP == 0, "a group's chunks are lanes of a warp");
 // Shared memory of attention: where its parts lie, for heads of any size.
 struct AttentionMemory {
   static constexpr int kHeadFloats = kWarps * kStepHeadPad * 4, kStates = kSpanChunks * 16;
-  static constexpr int kZeros = kTileQueries * kStepHeadPad * 2, kRaw = kZeros + kSlotBytes / 2, kHead = kRaw + kHeadFloats, kNew = kHead + kHeadFloats,
-                       kP = kNew + 4 * kStepHeadPad, kTop = kP + kTeamsOfCta * kPagesOfChunk * 512,
-                       kO = kTop + kTeamsOfCta * kWarpsOfTeam * kTileQueries * 4, kState = kO + kWarps * kStates,
-                       kAngle = kState + kWarps * kStates, kPlan = kAngle + kStepHeadPad * 4, kTotal = kPlan + 64;
+  static constexpr int kZeros = kTileQueries * kStepHeadPad * 2, kRaw = kZeros + kSlotBytes / 2, kHead = kRaw + kHeadFloats,
+                       kNew = kHead + kHeadFloats, kP = kNew + 4 * kStepHeadPad, kTop = kP + kTeamsOfCta * kPagesOfChunk * 512,
+                       kO = kTop + kTeamsOfCta * kWarpsOfTeam * kTileQueries * 4, kState = kO + kWarps * kStates, kAngle = kState + kWarps * kStates,
+                       kPlan = kAngle + kStepHeadPad * 4, kTotal = kPlan + 64;
   uint8_t *base;
   int warp;
   TL_DEVICE_MEMBER uint8_t *q() const { return base; }               // tile of kTileQueries
@@ -29,7 +29,9 @@ struct AttentionMemory {
   TL_DEVICE_MEMBER uint4 *p() const { return (uint4 *)(base + kP) + warp / kWarpsOfTeam * kPagesOfChunk * 32; }  // of the team
   TL_DEVICE_MEMBER float *top() const { return (float *)(base + kTop) + warp / kWarpsOfTeam * kWarpsOfTeam * kTileQueries; }
   TL_DEVICE_MEMBER float4 *o() const { return (float4 *)(base + kO) + warp * kSpanChunks; }  // of a quad of dims, a chunk each, by each warp
-  TL_DEVICE_MEMBER float4 *state() const { return (float4 *)(base + kState) + warp * kSpanChunks; }  // l, and the factors of what is there and of the chunk
+  TL_DEVICE_MEMBER float4 *state() const {
+    return (float4 *)(base + kState) + warp * kSpanChunks;
+  }  // l, and the factors of what is there and of the chunk
   TL_DEVICE_MEMBER float2 *angle() const { return (float2 *)(base + kAngle); }  // (rotary_dim / 2,): cosine and sine at the row's position
   TL_DEVICE_MEMBER uint8_t *plan() const { return base + kPlan; }
   TL_DEVICE_MEMBER float *total() const { return (float *)(base + kTotal); }  // (dims of the CTA, 3): m, l and O of the groups that are closed
