@@ -98,11 +98,12 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
   if (attends && (int)threadIdx.x < a.n_angles) {
     const int64_t at = (int64_t)pos * a.n_angles + threadIdx.x;
-    AttentionMemory{shared + a.attention_at, 0}.angle()[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
+    AttentionMemory{shared + a.attention_at, nullptr, nullptr, 0}.angle()[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
   }
   const CtaPlace cta = {(int)blockIdx.x / a.shape.n_ranks, (int)blockIdx.x % a.shape.n_ranks};
   __syncthreads();
-  if (threadIdx.x == 0) *(AttentionPlan *)AttentionMemory{shared + a.attention_at, 0}.plan() = plan_attention(a.shape, cta.unit, cta.rank, a.states);
+  if (threadIdx.x == 0)
+    *(AttentionPlan *)AttentionMemory{shared + a.attention_at, nullptr, nullptr, 0}.plan() = plan_attention(a.shape, cta.unit, cta.rank, a.states);
   __syncthreads();
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
@@ -125,8 +126,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     hand.flag++;
     hand.thread = thread_now();
     if (t.attends)
-      run_attention<Kv>(t.attention, a.shape, cta, memory.attention, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round),
-                        settle);
+      run_attention<Kv>(t.attention, a.shape, cta, memory, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
       run_product(t.product, memory, hand, ring, place, settle);
     a.order.next(task, round);
@@ -367,7 +367,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   uint8_t *words = plan.memory + plan.scratch.step + kCounterBytes + kProgramsBytes;
   const Program program = program_of(parts, loops, n_ctas, Channels(parts, words, channel_nbytes(plan)));
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
-  int operand = 0, partial = 0;
+  int operand = AttentionMemory::kBeforeBytes, partial = AttentionMemory::kBehindBytes;
   StepArgs a = {};
   a.in_flight = kInFlight;
   a.shape = shape_of(plan, n_ctas);

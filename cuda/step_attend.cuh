@@ -269,9 +269,9 @@ TL_DEVICE int last_chunk(const KeyChunks &chunks, int rank, int n_ranks) {
 
 // The CTA's part of an attention. `settle` is called when all threads are in this task.
 template <class Kv, class Settle>
-TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape, const CtaPlace &cta, uint8_t *shared, uint8_t *states,
+TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape, const CtaPlace &cta, const StepMemory &memory, uint8_t *states,
                              const Handover &hand, const Ring &ring, RingPlace &base, int pos, const int32_t *table, const Settle &settle) {
-  const AttentionMemory m{shared, hand.warp()};
+  const AttentionMemory m{memory.attention, memory.operand, (uint8_t *)memory.partial, hand.warp()};
   AttentionHead a;
   AttentionPlan plan;
   load_at_once(a, t.head);

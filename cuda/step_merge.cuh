@@ -8,33 +8,32 @@ namespace tl {
 
 constexpr int kTeamsOfCta = 4, kWarpsOfTeam = kWarps / kTeamsOfCta, kPagesOfWarp = kPagesOfChunk / kWarpsOfTeam;
 constexpr int kStepHeadPad = 128;  // most that a head is padded to: its page is a slot, and the ring holds the chunks of all teams
-constexpr int kChunksOfLane = kSpanChunks / 32;
 static_assert(kWarpsOfTeam == kArrivals && 4 * kStepHeadPad * TL_PAGE_POSITIONS <= kSlotBytes, "slots are a team's");
 static_assert(32 % TL_CHUNK_GROUP == 0, "a group's chunks are lanes of a warp");
 
-// Shared memory of attention: where its parts lie, for heads of any size.
+// Shared memory of attention: where its parts lie, for heads of any size. Some of it is for one task alone and has others' place: what is used
+// before the CTA's threads meet, when no one reads the operand of the product before any more, and what is used behind that, when no one
+// finishes that product's sums.
 struct AttentionMemory {
-  static constexpr int kHeadFloats = kWarps * kStepHeadPad * 4, kStates = kSpanChunks * 16;
-  static constexpr int kZeros = kTileQueries * kStepHeadPad * 2, kRaw = kZeros + kSlotBytes / 2, kHead = kRaw + kHeadFloats,
-                       kNew = kHead + kHeadFloats, kP = kNew + 4 * kStepHeadPad, kTop = kP + kTeamsOfCta * kPagesOfChunk * 512,
-                       kO = kTop + kTeamsOfCta * kWarpsOfTeam * kTileQueries * 4, kState = kO + kWarps * kStates, kAngle = kState + kWarps * kStates,
+  static constexpr int kZeros = kTileQueries * kStepHeadPad * 2, kNew = kZeros + kSlotBytes / 2, kAngle = kNew + 4 * kStepHeadPad,
                        kPlan = kAngle + kStepHeadPad * 4, kTotal = kPlan + 64;
-  uint8_t *base;
+  static constexpr int kHead = kWarps * kStepHeadPad * 4, kBeforeBytes = 2 * kHead;
+  static constexpr int kTop = kTeamsOfCta * kPagesOfChunk * 512, kO = kTop + kTeamsOfCta * kWarpsOfTeam * kTileQueries * 4,
+                       kState = kO + kWarps * 512, kBehindBytes = kState + kWarps * 512;
+  uint8_t *base, *before, *behind;
   int warp;
   TL_DEVICE_MEMBER uint8_t *q() const { return base; }               // tile of kTileQueries
   TL_DEVICE_MEMBER uint8_t *zeros() const { return base + kZeros; }  // stand for keys and values that are not read
-  TL_DEVICE_MEMBER float *raw() const { return (float *)(base + kRaw) + warp * kStepHeadPad; }    // a head, by each warp
-  TL_DEVICE_MEMBER float *head() const { return (float *)(base + kHead) + warp * kStepHeadPad; }  // the same, finished
   TL_DEVICE_MEMBER uint4 *new_kv(int part) const { return (uint4 *)(base + kNew) + part * (kStepHeadPad / 8); }
-  TL_DEVICE_MEMBER uint4 *p() const { return (uint4 *)(base + kP) + warp / kWarpsOfTeam * kPagesOfChunk * 32; }  // of the team
-  TL_DEVICE_MEMBER float *top() const { return (float *)(base + kTop) + warp / kWarpsOfTeam * kWarpsOfTeam * kTileQueries; }
-  TL_DEVICE_MEMBER float4 *o() const { return (float4 *)(base + kO) + warp * kSpanChunks; }  // of a quad of dims, a chunk each, by each warp
-  TL_DEVICE_MEMBER float4 *state() const {
-    return (float4 *)(base + kState) + warp * kSpanChunks;
-  }  // l, and the factors of what is there and of the chunk
   TL_DEVICE_MEMBER float2 *angle() const { return (float2 *)(base + kAngle); }  // (rotary_dim / 2,): cosine and sine at the row's position
   TL_DEVICE_MEMBER uint8_t *plan() const { return base + kPlan; }
   TL_DEVICE_MEMBER float *total() const { return (float *)(base + kTotal); }  // (dims of the CTA, 3): m, l and O of the groups that are closed
+  TL_DEVICE_MEMBER float *raw() const { return (float *)before + warp * kStepHeadPad; }             // a head, by each warp
+  TL_DEVICE_MEMBER float *head() const { return (float *)(before + kHead) + warp * kStepHeadPad; }  // the same, finished
+  TL_DEVICE_MEMBER uint4 *p() const { return (uint4 *)behind + warp / kWarpsOfTeam * kPagesOfChunk * 32; }  // of the team
+  TL_DEVICE_MEMBER float *top() const { return (float *)(behind + kTop) + warp / kWarpsOfTeam * kWarpsOfTeam * kTileQueries; }
+  TL_DEVICE_MEMBER float4 *o() const { return (float4 *)(behind + kO) + warp * 32; }  // of a quad of dims, a chunk each, by each warp
+  TL_DEVICE_MEMBER float4 *state() const { return (float4 *)(behind + kState) + warp * 32; }  // l, and the factors of what is there and of the chunk
 };
 
 // Quads of a unit that each of its CTAs merges.
@@ -115,49 +114,39 @@ struct Total {
 // Merges the span's chunks begin .. end - 1 of a quad into its total. By a warp: lanes are chunks, then the first four are the dims. A chunk
 // that is not there changes nothing, no zero's sign either: 1 x + 0 (-0).
 TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover &hand, const Quad &quad, int chunk_bytes, int begin, int end) {
-  const int lane = hand.lane(), span = begin / kSpanChunks * kSpanChunks;
+  const int lane = hand.lane();
   float4 *const state = m.state(), *const o = m.o();
-  float top[kChunksOfLane];
-#pragma unroll
-  for (int i = 0; i < kChunksOfLane; i++) top[i] = kMasked;
-#pragma unroll
-  for (int i = 0; i < kChunksOfLane; i++) {
-    const int at = lane + 32 * i, chunk = span + at;
-    if (span + 32 * i >= end) break;
+  const float *const dim = (const float *)o + lane % 4;
+#pragma unroll 1
+  for (int some = begin / 32 * 32; some < end; some += 32) {
+    const int chunk = some + lane;
     const bool alive = chunk >= begin && chunk < end;
     uint64_t word[3];
     const int64_t from = (int64_t)(chunk % (2 * kSpanChunks)) * chunk_bytes;
     await_words(word, alive ? 3 : 0, state_flag(hand, chunk), [&](int j) { return j ? quad.o + from + (j - 1) * 16 : quad.ml + from; });
     const float own = alive ? low_float(word[0]) : kMasked;
-    top[i] = own;
+    float top = own;
 #pragma unroll
     for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, top[i], d, TL_CHUNK_GROUP);
-      if (lane % TL_CHUNK_GROUP >= d) top[i] = fmaxf(top[i], other);
+      const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
+      if (lane % TL_CHUNK_GROUP >= d) top = fmaxf(top, other);
     }
-    const float left = __shfl_up_sync(0xffffffffu, top[i], 1, TL_CHUNK_GROUP);
-    const MergeFactors f = merge_factors(lane % TL_CHUNK_GROUP ? left : kMasked, own);
-    state[at] = alive ? make_float4(high_float(word[0]), f.earlier, f.later, 0.0f) : make_float4(0.0f, 1.0f, -0.0f, 0.0f);
-    o[at] = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
-  }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kChunksOfLane; i++) {
+    const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
+    const MergeFactors own_factors = merge_factors(lane % TL_CHUNK_GROUP ? left : kMasked, own);
+    state[lane] = alive ? make_float4(high_float(word[0]), own_factors.earlier, own_factors.later, 0.0f) : make_float4(0.0f, 1.0f, -0.0f, 0.0f);
+    o[lane] = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
+    __syncwarp();
 #pragma unroll 1
     for (int group = 0; group < 32; group += TL_CHUNK_GROUP) {
-      const int first = span + 32 * i + group;
-      const float group_m = __shfl_sync(0xffffffffu, top[i], group + TL_CHUNK_GROUP - 1);
-      if (first >= end || first + TL_CHUNK_GROUP <= begin) continue;
-      const float4 *s = state + 32 * i + group;
-      const float *x = (const float *)(o + 32 * i + group) + lane % 4;
+      const float group_m = __shfl_sync(0xffffffffu, top, group + TL_CHUNK_GROUP - 1);
+      if (some + group >= end || some + group + TL_CHUNK_GROUP <= begin) continue;
       float sum = 0.0f, l = 0.0f;
-#pragma unroll
-      for (int c = 0; c < TL_CHUNK_GROUP; c += 8) {
-        if (first + c >= end) break;
+#pragma unroll 1
+      for (int c = group; c < group + TL_CHUNK_GROUP && some + c < end; c += 8) {
         float4 factors[8];
         float values[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) factors[j] = s[c + j], values[j] = x[4 * (c + j)];
+        for (int j = 0; j < 8; j++) factors[j] = state[c + j], values[j] = dim[4 * (c + j)];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
           l = merge_value(l, factors[j].x, {factors[j].y, factors[j].z});
@@ -170,8 +159,8 @@ TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover
       total.o = merge_value(total.o, sum, f);
       total.m = fmaxf(total.m, group_m);
     }
+    __syncwarp();
   }
-  __syncwarp();
 }
 
 // What a CTA that merges nothing does instead where it has a chunk behind the span: words are used again two spans on, which those who merge
