@@ -87,23 +87,21 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   const bool attends = a.rows.pos;
   const int pos = attends ? a.rows.pos[0] : 0;
   if (pos < 0) return;  // the row does nothing; no one would wait for its k and v either
+  const CtaPlace cta = {(int)blockIdx.x / a.shape.n_ranks, (int)blockIdx.x % a.shape.n_ranks};
+  const AttentionMemory attention{shared + a.attention_at, nullptr, nullptr, 0};
   if (threadIdx.x == 0) {
     ring.init();
     held.init();
     barrier_init_done();
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
+    *(AttentionPlan *)attention.plan() = plan_attention(a.shape, cta.unit, cta.rank, a.states);
   }
   const int32_t *tables = attends ? a.rows.page_table[a.rows.seq[0]] : nullptr;
-  for (int i = threadIdx.x * 16; i < AttentionMemory::kAngle; i += kStepThreads * 16)
-    *(uint4 *)(shared + a.attention_at + i) = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x * 16; i < AttentionMemory::kAngle; i += kStepThreads * 16) *(uint4 *)(attention.base + i) = make_uint4(0, 0, 0, 0);
   if (attends && (int)threadIdx.x < a.n_angles) {
     const int64_t at = (int64_t)pos * a.n_angles + threadIdx.x;
-    AttentionMemory{shared + a.attention_at, nullptr, nullptr, 0}.angle()[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
+    attention.angle()[threadIdx.x] = make_float2(a.cos[at], a.sin[at]);
   }
-  const CtaPlace cta = {(int)blockIdx.x / a.shape.n_ranks, (int)blockIdx.x % a.shape.n_ranks};
-  __syncthreads();
-  if (threadIdx.x == 0)
-    *(AttentionPlan *)AttentionMemory{shared + a.attention_at, nullptr, nullptr, 0}.plan() = plan_attention(a.shape, cta.unit, cta.rank, a.states);
   __syncthreads();
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
