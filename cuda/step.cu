@@ -322,11 +322,14 @@ bool suits(const tl_plan &plan) {
   return plan.context.steps && (d.kv_dtype == TL_BF16 || d.kv_dtype == TL_F16) && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad &&
          d.dim <= 4 * kThreads * kStepQuads;
 }
+bool suits(const RowProgram &program) {
+  if (!program.n_ops) return true;
+  if (program.op[0].kind != kRowLoad || program.n_ops > kMaxStepOps) return false;
+  return std::all_of(program.op + 1, program.op + program.n_ops, [](const RowOp &op) { return op.kind != kRowLoad; });
+}
 bool suits(const std::vector<StepPart> &parts) {
-  if ((int)parts.size() < kMinTasks) return false;
-  for (const StepPart &part : parts)
-    if (!part.attends && part.gemv.program.n_ops && (part.gemv.program.op[0].kind != kRowLoad || part.gemv.program.n_ops > kMaxStepOps)) return false;
-  return true;
+  return (int)parts.size() >= kMinTasks &&
+         std::all_of(parts.begin(), parts.end(), [](const StepPart &part) { return part.attends || suits(part.gemv.program); });
 }
 
 // Where in scratch memory the tasks are; written there if they are new. NULL where no more fit.
