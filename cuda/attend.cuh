@@ -214,6 +214,9 @@ void launch_attend_split(const Launcher &launcher, const AttendArgs &args);
 bool launch_attend_tile(const Launcher &launcher, const AttendArgs &args);  // false: this device has too little shared memory
 bool launch_attend_wide(const Launcher &launcher, const AttendArgs &args);  // these two, false: not on this device, or not with this KV
 bool launch_attend_few(const Launcher &launcher, const AttendArgs &args);
+// For some rows: false as above, or where the memory for states, of so many bytes, does not hold those of the plan's longest contexts.
+uint64_t attend_states_nbytes(const tl_context &context, const tl_plan_desc &d);
+bool launch_attend_states(const Launcher &launcher, const AttendArgs &args, const tl_plan_desc &d, uint8_t *memory);
 void launch_attend_f32(const Launcher &launcher, const AttendArgs &args);
 
 }  // namespace tl

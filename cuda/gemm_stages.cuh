@@ -25,18 +25,18 @@ template <class W, int N>
 struct Stage {
   static constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
   static constexpr int kWeightBytes = kTilePanels * kPanelBytes;
-  static constexpr int kBytes = kWeightBytes + N / 8 * kGroupBytes;
+  static constexpr int kRowBytes = N / 8 * kGroupBytes;
+  static constexpr int kBytes = kWeightBytes + kRowBytes;
 };
 
 inline int n_stages_of(int n_in) { return (pad16(n_in) + kStageColumns - 1) / kStageColumns; }
-inline int n_chunks_of(int n_in) { return (n_in + TL_K_CHUNK - 1) / TL_K_CHUNK; }
 
 #if TL_WGMMA
 
 // A place in the ring.
 struct Ring {
   shared_t memory, full, empty;  // stages, and the barriers of each
-  int n_slots;
+  int n_slots, stage_bytes, weight_bytes;  // of a stage the weights come first
   int slot = 0, parity = 0;
   TL_DEVICE_MEMBER void next() {
     if (++slot == n_slots) slot = 0, parity ^= 1;
@@ -63,9 +63,9 @@ struct LeftBlocks {
 };
 
 template <class W, int N>
-TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, shared_t stage, int warp, int block, bool add) {
+TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, shared_t stage, int weight_bytes, int warp, int block, bool add) {
   using S = Stage<W, N>;
-  const uint64_t rows = wgmma_tiles(stage + S::kWeightBytes + block * 256, kGroupBytes);
+  const uint64_t rows = wgmma_tiles(stage + weight_bytes + block * 256, kGroupBytes);
   if constexpr (W::kInt8)
     wgmma<typename W::Op>(sum, left.w[block], rows, add);
   else
@@ -76,17 +76,16 @@ TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, sh
 // when the products after it have begun.
 template <class W, int N, class Release>
 TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release) {
-  using S = Stage<W, N>;
   LeftBlocks<W> left[2];
   int held = 0;
 #pragma unroll
   for (int j = 0; j < kChunkStages; j++) {
     barrier_wait(ring.full + ring.slot * 8, ring.parity);
-    const shared_t stage = ring.memory + ring.slot * S::kBytes;
+    const shared_t stage = ring.memory + ring.slot * ring.stage_bytes;
     left[j % 2].load(stage, warp);
     wgmma_fence();
 #pragma unroll
-    for (int b = 0; b < kStageBlocks; b++) multiply_block<W, N>(sum, left[j % 2], stage, warp, b, j + b > 0);
+    for (int b = 0; b < kStageBlocks; b++) multiply_block<W, N>(sum, left[j % 2], stage, ring.weight_bytes, warp, b, j + b > 0);
     wgmma_commit();
     if (j > 0) {
       wgmma_wait<1>();
@@ -103,18 +102,17 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Releas
 // The same for a last chunk of n_blocks blocks, one stage at a time.
 template <class W, int N, class Release>
 TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Ring &ring, int warp, int n_blocks, const Release &release) {
-  using S = Stage<W, N>;
 #pragma unroll 1
   for (int first = 0; first < n_blocks; first += kStageBlocks) {
     barrier_wait(ring.full + ring.slot * 8, ring.parity);
-    const shared_t stage = ring.memory + ring.slot * S::kBytes;
+    const shared_t stage = ring.memory + ring.slot * ring.stage_bytes;
     LeftBlocks<W> left;
     left.load(stage, warp);
     accumulators_ready(sum);
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < kStageBlocks; b++)
-      if (first + b < n_blocks) multiply_block<W, N>(sum, left, stage, warp, b, first + b > 0);
+      if (first + b < n_blocks) multiply_block<W, N>(sum, left, stage, ring.weight_bytes, warp, b, first + b > 0);
     wgmma_commit();
     wgmma_wait<0>();
     accumulators_ready(sum);

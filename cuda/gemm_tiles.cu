@@ -197,7 +197,7 @@ TL_DEVICE void finish_tile(const GemmArgs &g, Sums &total, Tile tile, int warp, 
       leave_sums<kRows, kPassRows>(sums, total, warp, first);
       sync_threads(1, kConsumers);
       const int end = min(kPassRows, g.n_rows - tile.first_row - first);
-      const TileRows<W::kInt8> rows{g, tile.first_panel, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
+      const TileRows<W::kInt8> rows{g, tile.first_panel, kTilePanels, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
       rows.finish([&](int row) { return *(const float4 *)(sums + row * kSumStride + lane_id() * 4); });
     }
   }
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
   const GemmArgs &g = a.gemm;
   uint8_t *memory = shared_memory<uint8_t>();
   const shared_t barriers = shared_of(memory) + a.n_stages * S::kBytes;
-  Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages};
+  Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages, S::kBytes, S::kWeightBytes};
   float *sums = (float *)(memory + a.n_stages * S::kBytes + kBarrierBytes), *scratch = sums + kPassBytes / 4;
   const int rank = cluster_rank();
   if (threadIdx.x == 0) {

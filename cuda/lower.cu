@@ -90,7 +90,7 @@ class Lowering {
   }
 
   void add_op(RowOpKind kind, const float *p = nullptr, int stride = 0, float factor = 0.0f, uint64_t seed = 0) {
-    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise) {  // what was there is overwritten, unless stored
+    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise || kind == kRowSums) {  // what was there is overwritten, unless stored
       if (program_.n_ops && program_.op[program_.n_ops - 1].kind != kRowStore) program_.n_ops = 0;
     }
     program_.op[program_.n_ops++] = RowOp{kind, stride, p, factor, seed};
@@ -131,6 +131,10 @@ class Lowering {
       GemvArgs g = {weight, bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
       if (program) g.program = *program;
       return n_rows == 1 ? keep(g) : launch_gemv(launcher(), g);
+    }
+    if (epilogue.kind == kToSums) {
+      sums_ = launch_gemm_sums(launcher(), weight, bias, n_rows, source, epilogue.out);
+      return;
     }
     const GemmArgs g{weight, bias, n_rows, source, epilogue, place_};
     return path == Path::kF32 ? launch_gemm_f32(launcher(), g) : launch_gemm(launcher(), g);
@@ -221,13 +225,17 @@ class Lowering {
     place_.turn_scale = 1.0f / __builtin_sqrtf((float)place_.turn);
     if (b_.sections & TL_RUN_REBUILD) return rebuild(f);
     place_.n_clamped = (unsigned long long *)(p_.memory + p_.scratch.n_clamped);
-    placed_ = path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
+    const bool sums = leaves_sums_here(f);
+    placed_ = !sums && path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
     Epilogue to_qkv = {};
-    to_qkv.kind = placed_ ? kPlace : kToRows;
-    to_qkv.out = p_.buffer(p_.scratch.qkv);
+    to_qkv.kind = sums ? kToSums : placed_ ? kPlace : kToRows;
+    to_qkv.out = p_.buffer(sums ? p_.scratch.sums : p_.scratch.qkv);
     to_qkv.stride = f.weight.n_out;
     product_of_rows(f, n_rows_, to_qkv, true);
+    if (sums) place_.sums = sums_;
   }
+
+  bool leaves_sums_here(const tl_phase &f) const { return path_of(f.weight, n_rows_) == Path::kGemm && leaves_sums(p_, f, n_rows_); }
 
   // The rows' operands of a QKV phase to their pages, or from there.
   void move_operands(const tl_phase &f, const Operand &operand, bool loads) {
@@ -266,7 +274,10 @@ class Lowering {
     const bool fills = (n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles, one_sequence = 2 * b_.n_out <= n_rows_;
     if (fills && !b_.decode && (launch_attend_wide(launcher(), args) || launch_attend_tile(launcher(), args))) return;
     // Rows that are all asked for are mostly of as many sequences, and share no keys.
-    if (n_rows_ > 1 && one_sequence && !b_.decode && launch_attend_few(launcher(), args)) return;
+    if (n_rows_ > 1 && one_sequence && !b_.decode) {
+      if (launch_attend_states(launcher(), args, d_, p_.memory + p_.scratch.states)) return;
+      if (launch_attend_few(launcher(), args)) return;
+    }
     args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
     if (args.place_here) return keep(args);
     launch_attend_split(launcher(), args);
@@ -274,6 +285,18 @@ class Lowering {
 
   void residual(const tl_phase &f, uint64_t source) {
     const bool onto_x = f.block_norm == TL_NORM_PRE, branch = f.block_norm == TL_NORM_SANDWICH || f.block_norm == TL_NORM_POST;
+    if (leaves_sums_here(f)) {
+      Epilogue to_sums = {};
+      to_sums.kind = kToSums;
+      to_sums.out = p_.buffer(p_.scratch.sums);
+      product(f, n_rows_, operand_of(source, f.weight, n_rows_), nullptr, to_sums);
+      program_.sums = sums_;
+      add_op(kRowSums);
+      if (!branch) add_op(kRowAdd, x(current_), p_.dim_pad);
+      if (!onto_x) add_op(kRowNorm, f.post_norm);
+      if (branch) add_op(kRowAdd, x(current_), p_.dim_pad);
+      return;
+    }
     Epilogue to = {};
     to.kind = branch ? kToRows : kAddToRows;
     to.out = onto_x ? x(current_) : y();
@@ -335,6 +358,7 @@ class Lowering {
   bool changed_ = false;  // whether that differs
   PlaceArgs place_{};     // of the latest QKV phase
   bool placed_ = false;   // whether its product has done the work already
+  ChunkSums sums_{};      // that the latest product has left
   std::vector<StepPart> parts_;  // kept back
   std::vector<int> loops_;       // how many were, where each core loop began and the last one ended
 };

@@ -7,13 +7,7 @@ namespace tl {
 namespace {
 
 template <int kQuads, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kQuads == kGemvQuads ? 4 : 1) run_rows(const RowsArgs a) {
-  float *partial = shared_memory<float>();
-  const int row = blockIdx.x;
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  float4 v[kQuads];
-  run_row_program<kQuads, kPlain>(a.program, row, true, v, partial, EarlyNorm<kQuads, kPlain>());
+TL_DEVICE void emit_row(const RowsArgs &a, int row, const float4 (&v)[kQuads]) {
   if (!a.operand.data) return;
   emit_operand<kQuads, kPlain>(a.program, row, v, [&](int column, float lo, float hi, int count) {
     if (count == 2)
@@ -21,6 +15,53 @@ __global__ void __launch_bounds__(kThreads, kQuads == kGemvQuads ? 4 : 1) run_ro
     else
       store_operand(a.operand, row, column, lo);
   });
+}
+
+template <int kQuads, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kQuads == kGemvQuads ? 4 : 1) run_rows(const RowsArgs a) {
+  float *partial = shared_memory<float>();
+  const int row = blockIdx.x;
+  let_next_kernel_start();
+  EarlyNorm<kQuads, kPlain> early;
+  early.load(a.program);
+  wait_for_previous_kernel();
+  float4 v[kQuads];
+  run_row_program<kQuads, kPlain>(a.program, row, true, v, partial, early);
+  emit_row<kQuads, kPlain>(a, row, v);
+}
+
+constexpr int kSumColumns = 2, kSumReads = 24;  // of a thread: columns, and chunks read at a time
+
+// Rows that begin with sums of chunks. The CTAs of a cluster add up a part of the row each, for the first one, which runs the program.
+template <int kQuads, bool kPlain>
+__global__ void __launch_bounds__(kThreads, 2) run_summed_rows(const RowsArgs a) {
+  float *partial = shared_memory<float>(), *summed = partial + 2 * kWarps;
+  const int n_ctas = cluster_size(), rank = cluster_rank(), row = blockIdx.x / n_ctas, n = a.program.dim;
+  let_next_kernel_start();
+  const int from = a.program.source_row ? a.program.source_row[row] : row;
+  EarlyNorm<kQuads, kPlain> early;
+  if (rank == 0) early.load(a.program);
+#if TL_HOPPER
+  cluster_arrive();
+#endif
+  wait_for_previous_kernel();
+  SummedRow<kQuads, kPlain> begun{summed, n};
+  if (rank == 0) begun.load(a.program, from);
+#if TL_HOPPER
+  cluster_wait();  // there is shared memory to send to
+#endif
+  float *to = const_cast<float *>(of_cluster_rank(summed, 0));
+#pragma unroll 1
+  for (int i = (rank * kThreads + threadIdx.x) * kSumColumns; i < n; i += n_ctas * kThreads * kSumColumns) {
+    float y[kSumColumns];
+    add_chunks<kSumReads>(y, a.program.sums, from, i);
+    *(float2 *)(to + i) = make_float2(y[0], y[1]);
+  }
+  cluster_sync();
+  if (rank) return;
+  float4 v[kQuads];
+  run_row_program<kQuads, kPlain>(a.program, row, true, v, partial, early, begun);
+  emit_row<kQuads, kPlain>(a, row, v);
 }
 
 __global__ void __launch_bounds__(kThreads) copy_rows(const CopyArgs a) {
@@ -33,11 +74,18 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const CopyArgs a) {
 }  // namespace
 
 void launch_rows(const Launcher &launcher, int n_rows, const RowsArgs &args) {
-  const Shape shape{dim3(n_rows), kThreads, 2 * kWarps * 4, 1};
-  if (fits_gemv(args.program)) return launcher.launch(run_rows<kGemvQuads, true>, shape, args);
-  if (args.program.dim <= 4 * kThreads * kGemvQuads) return launcher.launch(run_rows<kGemvQuads, false>, shape, args);
-  if (args.program.dim > 4 * kThreads * kMaxQuads) throw std::length_error("rows are longer than this build's kernels take");
-  launcher.launch(run_rows<kMaxQuads, false>, shape, args);
+  const int n = args.program.dim;
+  const bool plain = is_plain(args.program), short_rows = n <= 4 * kThreads * kGemvQuads;
+  if (n > 4 * kThreads * kMaxQuads) throw std::length_error("rows are longer than this build's kernels take");
+  if (!has_sums(args.program)) {
+    const Shape shape{dim3(n_rows), kThreads, 2 * kWarps * 4, 1};
+    return launcher.launch(plain ? run_rows<kGemvQuads, true> : short_rows ? run_rows<kGemvQuads, false> : run_rows<kMaxQuads, false>, shape, args);
+  }
+  int cluster = 1;
+  while (cluster < 4 && cluster * kThreads * kSumColumns < n) cluster *= 2;
+  const Shape shape{dim3(n_rows * cluster), kThreads, (2 * kWarps + round_up(n, 4)) * 4, cluster};
+  launcher.launch(plain ? run_summed_rows<kGemvQuads, true> : short_rows ? run_summed_rows<kGemvQuads, false> : run_summed_rows<kMaxQuads, false>, shape,
+                  args);
 }
 
 void launch_copy_rows(const Launcher &launcher, int n, const CopyArgs &args) { launcher.launch(copy_rows, Shape{dim3(n), kThreads, 0, 1}, args); }

@@ -1,0 +1,315 @@
+// Attention for some rows on wgmma, an even share to every multiprocessor: a warpgroup takes up to 64 queries of one KV head through a
+// chunk of keys and leaves its state in memory; a second kernel merges every query's states, in order. Where the chunks are too many
+// for that, a warpgroup takes a group of chunks and merges it itself.
+//
+// No CTA waits for another. Keys and values that earlier batches wrote are asked for before the kernel before this one has ended.
+#include "attend_spans.cuh"
+
+namespace tl {
+namespace {
+
+constexpr int kTeams = 2, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
+constexpr int kMergeThreads = 128, kMergeDims = 64;  // dims of a query that a warp merges
+constexpr int kBatch = 32;                           // states that it reads at a time: a lane has each one's m and l
+
+struct StatesArgs {
+  AttendArgs attend;
+  float *o;   // (n_states, head_pad)
+  float2 *ml;  // (n_states,)
+  int32_t n_states;
+};
+
+#if TL_WGMMA
+
+struct Unit {
+  int span, kv_head, segment;
+  int chunk, end;  // its chunks
+};
+
+TL_DEVICE Unit unit_at(const Spans &s, int index) {
+  Unit u = {};
+#pragma unroll 1
+  while (u.span + 1 < s.n && index >= s.span[u.span + 1].first_unit) u.span++;
+  const Span &span = s.span[u.span];
+  const int at = index - span.first_unit, length = s.segment_chunks;
+  u.kv_head = at / span.n_segments;
+  u.segment = span.first + at % span.n_segments;
+  u.chunk = max(u.segment * length, span.keys.first / TL_KEY_CHUNK);
+  u.end = min((u.segment + 1) * length, n_chunks_before(span.keys.end));
+  return u;
+}
+
+// This lane's two queries of a span, as rows of the warp's tile.
+struct OwnQueries {
+  Keys keys[2];
+  int index[2];  // in the span; not below its n where there is none
+};
+
+TL_DEVICE OwnQueries own_queries(const Spans &s, const Span &span, int group, int window) {
+  OwnQueries own;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    own.index[h] = warp_id() % 4 * kTileQueries + lane_id() / 4 + 8 * h;
+    const int pos = own.index[h] < span.n ? s.pos[(span.begin + own.index[h]) / group] : -1;
+    own.keys[h] = pos < 0 ? Keys{0, 0} : keys_of(pos, window);
+  }
+  return own;
+}
+
+// The warp's queries of a KV head as left operands; those that are not there are zero.
+template <int kDims>
+TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, const Span &span, const OwnQueries &own, int group, int kv_head) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int flat = span.begin + min(own.index[h], span.n - 1), head = kv_head * group + flat % group;
+    const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)(flat / group) * a.place.n_heads + head) * kDims + lane_id() % 4 * 2;
+#pragma unroll
+    for (int b = 0; b < kDims / 16; b++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) q[b][half * 2 + h] = own.index[h] < span.n ? *(const uint32_t *)(from + b * 16 + half * 8) : 0;
+  }
+}
+
+// What a lane's queries have of a unit so far.
+struct OwnState {
+  float m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f};
+};
+
+// A chunk's state, or what a unit's state becomes with it, to memory. kMerges: units are groups of chunks.
+template <int kDims, bool kMerges>
+TL_DEVICE void leave_state(const StatesArgs &s, OwnState &state, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2],
+                           const OwnQueries &own, const Sight &sight, int64_t first) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    if (!sight.alive[h]) continue;
+    const MergeFactors f = merge_factors(state.m[h], m[h]);
+    const bool begins = state.m[h] == kMasked;
+    state.l[h] = kMerges ? merge_value(state.l[h], l[h], f) : l[h];
+    state.m[h] = kMerges ? fmaxf(state.m[h], m[h]) : m[h];
+    const int64_t at = first + own.index[h];
+    if (lane_id() % 4 == 0) s.ml[at] = make_float2(state.m[h], state.l[h]);
+    float *to = s.o + at * kDims + lane_id() % 4 * 2;
+#pragma unroll
+    for (int i = 2 * h; i < kDims / 2; i += 4) {
+      float2 y = make_float2(o[i], o[i + 1]);
+      if (kMerges) {
+        const float2 before = begins ? make_float2(0.0f, 0.0f) : *(const float2 *)(to + i / 4 * 8);
+        y = make_float2(merge_value(before.x, y.x, f), merge_value(before.y, y.y, f));
+      }
+      *(float2 *)(to + i / 4 * 8) = y;
+    }
+  }
+}
+
+#endif
+
+template <class Kv, int kDims>
+__global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs s) {
+#if TL_WGMMA
+  const AttendArgs &a = s.attend;
+  const int group = a.place.n_heads / a.place.n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
+  const int chunk_bytes = kPagesOfChunk * page_bytes;
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4, team_barrier = 1 + team;  // the same for the warp, and known to be
+  uint8_t *memory = shared_memory<uint8_t>();
+  Spans &spans = *(Spans *)(memory + kTeams * chunk_bytes + kTeams * 8);
+  const shared_t pages = shared_of(memory) + team * chunk_bytes, full = shared_of(memory) + kTeams * chunk_bytes + team * 8;
+  let_next_kernel_start();
+  if (threadIdx.x % kTeamThreads == 0) {
+    barrier_init(full, 1);
+    barrier_init_done();
+  }
+  find_spans(spans, a, s.n_states, kCtaThreads);
+  const int step = kTeams * gridDim.x;
+  int index = blockIdx.x + team * gridDim.x, parity = 0;
+  // By the team's first warp.
+  const auto request = [&](const Unit &u, int chunk) {
+    if (warp % 4) return;
+    const Span &span = spans.span[u.span];
+    request_chunk(a, pages, page_for_lane(table_of(a.place.rows, span.seq), chunk, span.keys), u.kv_head, full);
+  };
+  Unit unit = {};
+  bool early = false;
+  if (index < spans.n_units) {
+    unit = unit_at(spans, index);
+    early = (unit.chunk + 1) * TL_KEY_CHUNK <= spans.span[unit.span].written;
+    if (early) request(unit, unit.chunk);
+  }
+  wait_for_previous_kernel();
+  if (index < spans.n_units && !early) request(unit, unit.chunk);
+#pragma unroll 1
+  while (index < spans.n_units) {
+    const Span &span = spans.span[unit.span];
+    const OwnQueries own = own_queries(spans, span, group, a.window);
+    const int64_t first_of_unit = first_state(span, unit.kv_head, unit.segment);
+    const int kv_head = unit.kv_head, end = unit.end;
+    uint32_t q[kDims / 16][4];
+    load_own_queries<kDims>(q, a, span, own, group, kv_head);
+    OwnState state;
+#pragma unroll 1
+    for (int chunk = unit.chunk; chunk < end; chunk++) {
+      const Sight sight = sight_of(own.keys, chunk * TL_KEY_CHUNK);
+      float scores[kPagesOfChunk][2][4], m[2], l[2], o[kDims / 2];
+      uint32_t p[kPagesOfChunk][4];
+      barrier_wait(full, parity);
+      parity ^= 1;
+      score_chunk<Kv, kDims>(scores, q, pages, page_bytes);
+      soften_chunk<Kv>(p, m, scores, own.keys, chunk * TL_KEY_CHUNK, sight, a.scale);
+      begin_weighing<Kv, kDims>(o, p, pages + a.place.kv.k_nbytes, page_bytes);
+#pragma unroll
+      for (int h = 0; h < 2; h++) l[h] = sum_of_p<Kv>(p, h);
+      wgmma_wait<0>();
+      accumulators_ready(o);
+      sync_threads(team_barrier, kTeamThreads);  // the pages have been read
+      if (chunk + 1 < end) {
+        request(unit, chunk + 1);
+      } else {
+        index += step;
+        if (index < spans.n_units) {
+          unit = unit_at(spans, index);
+          request(unit, unit.chunk);
+        }
+      }
+      if (spans.segment_chunks == 1)
+        leave_state<kDims, false>(s, state, o, m, l, own, sight, first_of_unit);
+      else
+        leave_state<kDims, true>(s, state, o, m, l, own, sight, first_of_unit);
+    }
+  }
+#endif
+}
+
+#if TL_WGMMA
+
+// A query's state of two dims a lane.
+struct Merged {
+  float m = kMasked, l = 0.0f, o[2] = {0.0f, 0.0f};
+  TL_DEVICE_MEMBER void absorb(MergeFactors f, float later_l, float x, float y) {
+    l = merge_value(l, later_l, f);
+    o[0] = merge_value(o[0], x, f);
+    o[1] = merge_value(o[1], y, f);
+  }
+  TL_DEVICE_MEMBER void absorb(float later_m, float later_l, float x, float y) {
+    absorb(merge_factors(m, later_m), later_l, x, y);
+    m = fmaxf(m, later_m);
+  }
+};
+
+// Takes a batch's states in: `alive` tells which there are, o has this lane's dims of each, ml those of the lane's own. kChunks: they are
+// chunks, of two groups; else groups.
+template <bool kChunks>
+TL_DEVICE void absorb_batch(Merged &total, uint32_t alive, const float2 (&o)[kBatch], float2 ml) {
+  const int place = lane_id() % TL_CHUNK_GROUP;
+  float top = ml.x;  // over the group's chunks up to the lane's
+#pragma unroll
+  for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
+    const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
+    if (place >= d) top = fmaxf(top, other);
+  }
+  const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
+  const MergeFactors own = merge_factors(place ? left : kMasked, ml.x);
+#pragma unroll
+  for (int first = 0; first < kBatch; first += TL_CHUNK_GROUP) {
+    Merged group;
+#pragma unroll
+    for (int c = first; c < first + TL_CHUNK_GROUP; c++) {
+      if (!(alive >> c & 1)) continue;
+      const float l = __shfl_sync(0xffffffffu, ml.y, c);
+      if (kChunks) {
+        group.absorb({__shfl_sync(0xffffffffu, own.earlier, c), __shfl_sync(0xffffffffu, own.later, c)}, l, o[c].x, o[c].y);
+      } else {
+        const float m = __shfl_sync(0xffffffffu, ml.x, c);
+        if (m != kMasked) total.absorb(m, l, o[c].x, o[c].y);
+      }
+    }
+    if (!kChunks) continue;
+    group.m = __shfl_sync(0xffffffffu, top, first + TL_CHUNK_GROUP - 1);
+    if (group.m != kMasked) total.absorb(group.m, group.l, group.o[0], group.o[1]);
+  }
+}
+
+#endif
+
+// A warp merges some dims of one head of a row.
+template <int kDims>
+__global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s) {
+#if TL_WGMMA
+  constexpr int kParts = kDims / kMergeDims;
+  const AttendArgs &a = s.attend;
+  Spans &spans = *shared_memory<Spans>();
+  let_next_kernel_start();
+  find_spans(spans, a, s.n_states, kMergeThreads);
+  const int item = blockIdx.x * (kMergeThreads / 32) + warp_id(), part = item % kParts, n_heads = a.place.n_heads;
+  const int head = item / kParts % n_heads, row = item / kParts / n_heads, lane = lane_id(), head_dim = a.place.head_dim;
+  if (row >= a.place.rows.n_rows) return;
+  const int group = n_heads / a.place.n_kv_heads, flat = row * group + head % group, pos = spans.pos[row];
+  int at = 0;
+#pragma unroll 1
+  while (at + 1 < spans.n && flat >= spans.span[at + 1].begin) at++;
+  const Span &span = spans.span[at];
+  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
+  const int length = spans.segment_chunks, first = keys.first / TL_KEY_CHUNK / length, end = (n_chunks_before(keys.end) + length - 1) / length;
+  const float *from = s.o + (first_state(span, head / group, 0) + flat - span.begin) * kDims + part * kMergeDims + lane * 2;
+  const float2 *own = s.ml + first_state(span, head / group, 0) + flat - span.begin;
+  wait_for_previous_kernel();
+  Merged total;
+#pragma unroll 1
+  for (int base = first / TL_CHUNK_GROUP * TL_CHUNK_GROUP; base < end; base += kBatch) {
+    const bool exists = base + lane >= first && base + lane < end;
+    const uint32_t alive = __ballot_sync(0xffffffffu, exists);
+    const float2 ml = exists ? own[(int64_t)(base + lane) * span.n] : make_float2(kMasked, 0.0f);
+    float2 o[kBatch];
+#pragma unroll
+    for (int c = 0; c < kBatch; c++)
+      if (alive >> c & 1) o[c] = *(const float2 *)(from + (int64_t)(base + c) * span.n * kDims);
+    if (length == 1)
+      absorb_batch<true>(total, alive, o, ml);
+    else
+      absorb_batch<false>(total, alive, o, ml);
+  }
+  const float inverse = total.l != 0.0f ? 1.0f / total.l : 0.0f;
+  const int dim = part * kMergeDims + lane * 2;
+  if (dim < head_dim) store_operand_pair(a.out, row, head * head_dim + dim, total.o[0] * inverse, total.o[1] * inverse);
+  if (head != n_heads - 1 || part) return;
+  for (int k = n_heads * head_dim + lane; k < a.out.n_in; k += 32) store_operand(a.out, row, k, 0.0f);
+#endif
+}
+
+template <class Kv, int kDims>
+void launch_with(const Launcher &launcher, const StatesArgs &args) {
+  const PlaceArgs &place = args.attend.place;
+  const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + 8) + (int)sizeof(Spans);
+  launcher.launch(attend_states<Kv, kDims>, Shape{dim3(2 * launcher.context.n_multiprocessors), kCtaThreads, nbytes, 1}, args);
+  const int n_warps = place.rows.n_rows * place.n_heads * (kDims / kMergeDims), of_cta = kMergeThreads / 32;
+  launcher.launch(merge_states<kDims>, Shape{dim3((n_warps + of_cta - 1) / of_cta), kMergeThreads, (int)sizeof(Spans), 1}, args);
+}
+
+// States of a head of a plan that there is memory for, and those of the longest context in groups of chunks.
+constexpr int kHeldStates = 64 * 48;
+int n_groups_of(const tl_plan_desc &d) { return (d.table_stride * TL_PAGE_POSITIONS - 1) / (TL_CHUNK_GROUP * TL_KEY_CHUNK) + 1; }
+
+bool holds_states(const tl_context &context, const KvLayer &kv) {
+  return context.code == kCodeSm90a && (kv.dtype == TL_BF16 || kv.dtype == TL_F16) && (kv.head_pad == 64 || kv.head_pad == 128);
+}
+
+}  // namespace
+
+uint64_t attend_states_nbytes(const tl_context &context, const tl_plan_desc &d) {
+  return holds_states(context, kv_layer(d, 1, 0)) ? (uint64_t)kHeldStates * d.n_heads * (pad16(d.head_dim) + 2) * 4 : 0;
+}
+
+bool launch_attend_states(const Launcher &launcher, const AttendArgs &args, const tl_plan_desc &d, uint8_t *memory) {
+  const KvLayer &kv = args.place.kv;
+  const int n_rows = args.place.rows.n_rows, n_states = kHeldStates * d.n_heads;
+  if (!holds_states(launcher.context, kv) || n_rows > kSpanRows || n_rows * (d.n_heads / d.n_kv_heads) > kSpanQueries) return false;
+  if (n_rows * n_groups_of(d) > kHeldStates) return false;
+  float *o = (float *)memory;
+  const StatesArgs states{args, o, (float2 *)(o + (int64_t)n_states * kv.head_pad), n_states};
+  const bool wide = kv.head_pad == 128;
+  if (kv.dtype == TL_BF16)
+    wide ? launch_with<Bf16, 128>(launcher, states) : launch_with<Bf16, 64>(launcher, states);
+  else
+    wide ? launch_with<F16, 128>(launcher, states) : launch_with<F16, 64>(launcher, states);
+  return true;
+}
+
+}  // namespace tl
