@@ -3,6 +3,8 @@
 // for that, a warpgroup takes a group of chunks and merges it itself.
 //
 // No CTA waits for another. Keys and values that earlier batches wrote are asked for before the kernel before this one has ended.
+#include <algorithm>
+
 #include "attend_spans.cuh"
 
 namespace tl {
@@ -12,61 +14,86 @@ constexpr int kTeams = 2, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThread
 constexpr int kMergeThreads = 128, kMergeDims = 64;  // dims of a query that a warp merges
 constexpr int kBatch = 32;                           // states that it reads at a time: a lane has each one's m and l
 
+struct PlanArgs {
+  Rows rows;
+  int32_t group, n_kv_heads;
+  int32_t window[kMaxWindows];
+  SpanPlan *plan;  // of each window
+};
+
 struct StatesArgs {
   AttendArgs attend;
-  float *o;   // (n_states, head_pad)
+  const SpanPlan *plan;
+  float *o;    // (n_states, head_pad)
   float2 *ml;  // (n_states,)
-  int32_t n_states;
 };
+
+// A CTA for each window. What it writes is there before any later kernel of the batch begins.
+__global__ void __launch_bounds__(kThreads) plan_spans(const PlanArgs a) {
+#if TL_WGMMA
+  Spans &s = *shared_memory<Spans>();
+  SpanPlan &plan = a.plan[blockIdx.x];
+  const int n_rows = a.rows.n_rows;
+  wait_for_previous_kernel();
+  for (int i = threadIdx.x; i < n_rows; i += kThreads) s.pos[i] = a.rows.pos[i], s.seq[i] = a.rows.seq[i];
+  __syncthreads();
+  if (warp_id() == 0) {
+    const int n = cut_rows(s, n_rows, a.group, a.window[blockIdx.x]);
+    __syncwarp();
+    if (lane_id() == 0) cut_keys(s, n, a.group, a.n_kv_heads);
+  }
+  __syncthreads();
+  const int length = s.segment_chunks;
+  if (threadIdx.x == 0) plan.n_units = s.n_units, plan.segment_chunks = length;
+#pragma unroll 1
+  for (int i = 0; i < s.n; i++) {
+    const Span &span = s.span[i];
+    const int head_states = span.n_segments * span.n;
+    for (int j = threadIdx.x; j < span.n_segments; j += kThreads) {
+      const int segment = span.first + j, chunk = max(segment * length, span.keys.first / TL_KEY_CHUNK);
+      plan.unit[span.first_unit + j] = UnitPlan{span.seq, span.begin, span.n, chunk, min((segment + 1) * length, n_chunks_before(span.keys.end)),
+                                                span.keys.first, span.keys.end, span.first_state + j * span.n, head_states,
+                                                (chunk + 1) * TL_KEY_CHUNK <= span.written, {0, 0}};
+    }
+    for (int j = threadIdx.x; j < span.n; j += kThreads)
+      plan.query[span.begin + j] = QueryPlan{span.first_state - span.first * span.n + j, span.n, head_states, 0};
+  }
+  __threadfence();
+  __syncthreads();
+  let_next_kernel_start();
+#endif
+}
 
 #if TL_WGMMA
 
-struct Unit {
-  int span, kv_head, segment;
-  int chunk, end;  // its chunks
-};
-
-TL_DEVICE Unit unit_at(const Spans &s, int index) {
-  Unit u = {};
-#pragma unroll 1
-  while (u.span + 1 < s.n && index >= s.span[u.span + 1].first_unit) u.span++;
-  const Span &span = s.span[u.span];
-  const int at = index - span.first_unit, length = s.segment_chunks;
-  u.kv_head = at / span.n_segments;
-  u.segment = span.first + at % span.n_segments;
-  u.chunk = max(u.segment * length, span.keys.first / TL_KEY_CHUNK);
-  u.end = min((u.segment + 1) * length, n_chunks_before(span.keys.end));
-  return u;
-}
-
-// This lane's two queries of a span, as rows of the warp's tile.
+// This lane's two queries of a unit, as rows of the warp's tile.
 struct OwnQueries {
   Keys keys[2];
-  int index[2];  // in the span; not below its n where there is none
+  int index[2];  // in the unit; not below its n where there is none
 };
 
-TL_DEVICE OwnQueries own_queries(const Spans &s, const Span &span, int group, int window) {
+TL_DEVICE OwnQueries own_queries(const AttendArgs &a, const UnitPlan &u, int group) {
   OwnQueries own;
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     own.index[h] = warp_id() % 4 * kTileQueries + lane_id() / 4 + 8 * h;
-    const int pos = own.index[h] < span.n ? s.pos[(span.begin + own.index[h]) / group] : -1;
-    own.keys[h] = pos < 0 ? Keys{0, 0} : keys_of(pos, window);
+    const int pos = own.index[h] < u.n ? a.place.rows.pos[(u.begin + own.index[h]) / group] : -1;
+    own.keys[h] = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
   }
   return own;
 }
 
 // The warp's queries of a KV head as left operands; those that are not there are zero.
 template <int kDims>
-TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, const Span &span, const OwnQueries &own, int group, int kv_head) {
+TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, const UnitPlan &u, const OwnQueries &own, int group, int kv_head) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const int flat = span.begin + min(own.index[h], span.n - 1), head = kv_head * group + flat % group;
+    const int flat = u.begin + min(own.index[h], u.n - 1), head = kv_head * group + flat % group;
     const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)(flat / group) * a.place.n_heads + head) * kDims + lane_id() % 4 * 2;
 #pragma unroll
     for (int b = 0; b < kDims / 16; b++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) q[b][half * 2 + h] = own.index[h] < span.n ? *(const uint32_t *)(from + b * 16 + half * 8) : 0;
+      for (int half = 0; half < 2; half++) q[b][half * 2 + h] = own.index[h] < u.n ? *(const uint32_t *)(from + b * 16 + half * 8) : 0;
   }
 }
 
@@ -107,46 +134,42 @@ template <class Kv, int kDims>
 __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs s) {
 #if TL_WGMMA
   const AttendArgs &a = s.attend;
-  const int group = a.place.n_heads / a.place.n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
+  const int n_kv_heads = a.place.n_kv_heads, group = a.place.n_heads / n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
   const int chunk_bytes = kPagesOfChunk * page_bytes;
-  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4, team_barrier = 1 + team;  // the same for the warp, and known to be
-  uint8_t *memory = shared_memory<uint8_t>();
-  Spans &spans = *(Spans *)(memory + kTeams * chunk_bytes + kTeams * 8);
-  const shared_t pages = shared_of(memory) + team * chunk_bytes, full = shared_of(memory) + kTeams * chunk_bytes + team * 8;
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4;  // the same for the warp, and known to be
+  const shared_t memory = shared_of(shared_memory<uint8_t>()), pages = memory + team * chunk_bytes, full = memory + kTeams * chunk_bytes + team * 8;
   let_next_kernel_start();
   if (threadIdx.x % kTeamThreads == 0) {
     barrier_init(full, 1);
     barrier_init_done();
   }
-  find_spans(spans, a, s.n_states, kCtaThreads);
-  const int step = kTeams * gridDim.x;
+  __syncthreads();
+  const int n_units = load_fresh(&s.plan->n_units) * n_kv_heads, step = kTeams * gridDim.x;
+  const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
   int index = blockIdx.x + team * gridDim.x, parity = 0;
+  UnitPlan unit;
   // By the team's first warp.
-  const auto request = [&](const Unit &u, int chunk) {
+  const auto request = [&](int index, int chunk) {
     if (warp % 4) return;
-    const Span &span = spans.span[u.span];
-    request_chunk(a, pages, page_for_lane(table_of(a.place.rows, span.seq), chunk, span.keys), u.kv_head, full);
+    const int page = page_for_lane(table_of(a.place.rows, unit.seq), chunk, {unit.first_key, unit.end_key});
+    request_chunk(a, pages, page, index % n_kv_heads, full);
   };
-  Unit unit = {};
-  bool early = false;
-  if (index < spans.n_units) {
-    unit = unit_at(spans, index);
-    early = (unit.chunk + 1) * TL_KEY_CHUNK <= spans.span[unit.span].written;
-    if (early) request(unit, unit.chunk);
+  if (index < n_units) {
+    load_fresh(unit, s.plan->unit + index / n_kv_heads);
+    if (unit.early) request(index, unit.chunk);
   }
   wait_for_previous_kernel();
-  if (index < spans.n_units && !early) request(unit, unit.chunk);
+  if (index < n_units && !unit.early) request(index, unit.chunk);
 #pragma unroll 1
-  while (index < spans.n_units) {
-    const Span &span = spans.span[unit.span];
-    const OwnQueries own = own_queries(spans, span, group, a.window);
-    const int64_t first_of_unit = first_state(span, unit.kv_head, unit.segment);
-    const int kv_head = unit.kv_head, end = unit.end;
-    uint32_t q[kDims / 16][4];
-    load_own_queries<kDims>(q, a, span, own, group, kv_head);
+  while (index < n_units) {
+    const OwnQueries own = own_queries(a, unit, group);
+    const int kv_head = index % n_kv_heads, end = unit.end;
+    const int64_t first_state = unit.state + (int64_t)kv_head * unit.head_states;
     OwnState state;
 #pragma unroll 1
     for (int chunk = unit.chunk; chunk < end; chunk++) {
+      uint32_t q[kDims / 16][4];  // again for each chunk: its registers are needed for the output
+      load_own_queries<kDims>(q, a, unit, own, group, kv_head);
       const Sight sight = sight_of(own.keys, chunk * TL_KEY_CHUNK);
       float scores[kPagesOfChunk][2][4], m[2], l[2], o[kDims / 2];
       uint32_t p[kPagesOfChunk][4];
@@ -159,20 +182,20 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
       for (int h = 0; h < 2; h++) l[h] = sum_of_p<Kv>(p, h);
       wgmma_wait<0>();
       accumulators_ready(o);
-      sync_threads(team_barrier, kTeamThreads);  // the pages have been read
+      sync_threads(1 + team, kTeamThreads);  // the pages have been read
       if (chunk + 1 < end) {
-        request(unit, chunk + 1);
+        request(index, chunk + 1);
       } else {
         index += step;
-        if (index < spans.n_units) {
-          unit = unit_at(spans, index);
-          request(unit, unit.chunk);
+        if (index < n_units) {
+          load_fresh(unit, s.plan->unit + index / n_kv_heads);
+          request(index, unit.chunk);
         }
       }
-      if (spans.segment_chunks == 1)
-        leave_state<kDims, false>(s, state, o, m, l, own, sight, first_of_unit);
+      if (merges)
+        leave_state<kDims, true>(s, state, o, m, l, own, sight, first_state);
       else
-        leave_state<kDims, true>(s, state, o, m, l, own, sight, first_of_unit);
+        leave_state<kDims, false>(s, state, o, m, l, own, sight, first_state);
     }
   }
 #endif
@@ -235,32 +258,29 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s
 #if TL_WGMMA
   constexpr int kParts = kDims / kMergeDims;
   const AttendArgs &a = s.attend;
-  Spans &spans = *shared_memory<Spans>();
   let_next_kernel_start();
-  find_spans(spans, a, s.n_states, kMergeThreads);
   const int item = blockIdx.x * (kMergeThreads / 32) + warp_id(), part = item % kParts, n_heads = a.place.n_heads;
   const int head = item / kParts % n_heads, row = item / kParts / n_heads, lane = lane_id(), head_dim = a.place.head_dim;
   if (row >= a.place.rows.n_rows) return;
-  const int group = n_heads / a.place.n_kv_heads, flat = row * group + head % group, pos = spans.pos[row];
-  int at = 0;
-#pragma unroll 1
-  while (at + 1 < spans.n && flat >= spans.span[at + 1].begin) at++;
-  const Span &span = spans.span[at];
+  const int group = n_heads / a.place.n_kv_heads, pos = a.place.rows.pos[row], length = load_fresh(&s.plan->segment_chunks);
+  QueryPlan query;
+  load_fresh(query, s.plan->query + row * group + head % group);
   const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
-  const int length = spans.segment_chunks, first = keys.first / TL_KEY_CHUNK / length, end = (n_chunks_before(keys.end) + length - 1) / length;
-  const float *from = s.o + (first_state(span, head / group, 0) + flat - span.begin) * kDims + part * kMergeDims + lane * 2;
-  const float2 *own = s.ml + first_state(span, head / group, 0) + flat - span.begin;
+  const int first = keys.first / TL_KEY_CHUNK / length, end = (n_chunks_before(keys.end) + length - 1) / length;
+  const int64_t state = query.state + (int64_t)(head / group) * query.head_states;
+  const float *from = s.o + state * kDims + part * kMergeDims + lane * 2;
+  const float2 *own = s.ml + state;
   wait_for_previous_kernel();
   Merged total;
 #pragma unroll 1
   for (int base = first / TL_CHUNK_GROUP * TL_CHUNK_GROUP; base < end; base += kBatch) {
     const bool exists = base + lane >= first && base + lane < end;
     const uint32_t alive = __ballot_sync(0xffffffffu, exists);
-    const float2 ml = exists ? own[(int64_t)(base + lane) * span.n] : make_float2(kMasked, 0.0f);
+    const float2 ml = exists ? own[(int64_t)(base + lane) * query.n] : make_float2(kMasked, 0.0f);
     float2 o[kBatch];
 #pragma unroll
     for (int c = 0; c < kBatch; c++)
-      if (alive >> c & 1) o[c] = *(const float2 *)(from + (int64_t)(base + c) * span.n * kDims);
+      if (alive >> c & 1) o[c] = *(const float2 *)(from + (int64_t)(base + c) * query.n * kDims);
     if (length == 1)
       absorb_batch<true>(total, alive, o, ml);
     else
@@ -277,39 +297,48 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s
 template <class Kv, int kDims>
 void launch_with(const Launcher &launcher, const StatesArgs &args) {
   const PlaceArgs &place = args.attend.place;
-  const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + 8) + (int)sizeof(Spans);
+  const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + 8);
   launcher.launch(attend_states<Kv, kDims>, Shape{dim3(2 * launcher.context.n_multiprocessors), kCtaThreads, nbytes, 1}, args);
   const int n_warps = place.rows.n_rows * place.n_heads * (kDims / kMergeDims), of_cta = kMergeThreads / 32;
-  launcher.launch(merge_states<kDims>, Shape{dim3((n_warps + of_cta - 1) / of_cta), kMergeThreads, (int)sizeof(Spans), 1}, args);
+  launcher.launch(merge_states<kDims>, Shape{dim3((n_warps + of_cta - 1) / of_cta), kMergeThreads, 0, 1}, args);
 }
 
-// States of a head of a plan that there is memory for, and those of the longest context in groups of chunks.
-constexpr int kHeldStates = 64 * 48;
+constexpr uint64_t kPlanBytes = (kMaxWindows * sizeof(SpanPlan) + 255) / 256 * 256;
+
+// The longest context in groups of chunks.
 int n_groups_of(const tl_plan_desc &d) { return (d.table_stride * TL_PAGE_POSITIONS - 1) / (TL_CHUNK_GROUP * TL_KEY_CHUNK) + 1; }
 
-bool holds_states(const tl_context &context, const KvLayer &kv) {
-  return context.code == kCodeSm90a && (kv.dtype == TL_BF16 || kv.dtype == TL_F16) && (kv.head_pad == 64 || kv.head_pad == 128);
+bool holds_states(const tl_context &context, const tl_plan_desc &d) {
+  const int pad = pad16(d.head_dim);
+  return context.code == kCodeSm90a && (d.kv_dtype == TL_BF16 || d.kv_dtype == TL_F16) && (pad == 64 || pad == 128);
 }
 
 }  // namespace
 
 uint64_t attend_states_nbytes(const tl_context &context, const tl_plan_desc &d) {
-  return holds_states(context, kv_layer(d, 1, 0)) ? (uint64_t)kHeldStates * d.n_heads * (pad16(d.head_dim) + 2) * 4 : 0;
+  return holds_states(context, d) ? kPlanBytes + (uint64_t)kHeldStates * d.n_heads * (pad16(d.head_dim) + 2) * 4 : 0;
 }
 
-bool launch_attend_states(const Launcher &launcher, const AttendArgs &args, const tl_plan_desc &d, uint8_t *memory) {
+bool attends_by_states(const tl_context &context, const tl_plan_desc &d, int n_rows) {
+  return holds_states(context, d) && n_rows <= kSpanRows && n_rows * (d.n_heads / d.n_kv_heads) <= kSpanQueries &&
+         n_rows * n_groups_of(d) <= kHeldStates;
+}
+
+void launch_plan_spans(const Launcher &launcher, const Rows &rows, const tl_plan_desc &d, const std::vector<int> &windows, uint8_t *memory) {
+  PlanArgs args = {rows, d.n_heads / d.n_kv_heads, d.n_kv_heads, {}, (SpanPlan *)memory};
+  std::copy(windows.begin(), windows.end(), args.window);
+  launcher.launch(plan_spans, Shape{dim3((unsigned)windows.size()), kThreads, (int)sizeof(Spans), 1}, args);
+}
+
+void launch_attend_states(const Launcher &launcher, const AttendArgs &args, int window, uint8_t *memory) {
   const KvLayer &kv = args.place.kv;
-  const int n_rows = args.place.rows.n_rows, n_states = kHeldStates * d.n_heads;
-  if (!holds_states(launcher.context, kv) || n_rows > kSpanRows || n_rows * (d.n_heads / d.n_kv_heads) > kSpanQueries) return false;
-  if (n_rows * n_groups_of(d) > kHeldStates) return false;
-  float *o = (float *)memory;
-  const StatesArgs states{args, o, (float2 *)(o + (int64_t)n_states * kv.head_pad), n_states};
+  float *o = (float *)(memory + kPlanBytes);
+  const StatesArgs states{args, (const SpanPlan *)memory + window, o, (float2 *)(o + (int64_t)kHeldStates * args.place.n_heads * kv.head_pad)};
   const bool wide = kv.head_pad == 128;
   if (kv.dtype == TL_BF16)
     wide ? launch_with<Bf16, 128>(launcher, states) : launch_with<Bf16, 64>(launcher, states);
   else
     wide ? launch_with<F16, 128>(launcher, states) : launch_with<F16, 64>(launcher, states);
-  return true;
 }
 
 }  // namespace tl

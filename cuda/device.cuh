@@ -201,6 +201,19 @@ TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t bar
                "r"(barrier)
                : "memory");
 }
+// True for one lane of a warp, which all of it asks for: bulk copies take uniform registers, and a single lane, known to be one, needs no
+// loop over lanes for each.
+TL_DEVICE bool elected() {
+  uint32_t is = 0;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one mov.u32 %0, 1;\n"
+      "}"
+      : "+r"(is));
+  return is;
+}
 // Moves a warpgroup's registers up or down to n a thread, where the target has that.
 template <int n>
 TL_DEVICE void take_registers() {
@@ -319,6 +332,23 @@ TL_DEVICE const T *of_cluster_rank(const T *p, int) {
   return p;
 }
 #endif
+
+// What an earlier kernel of the batch wrote, read before this one waits for those before it: never from L1.
+#if defined(TL_EMULATOR)
+TL_DEVICE int load_fresh(const int32_t *p) { return *p; }
+TL_DEVICE uint4 load_fresh(const uint4 *p) { return *p; }
+#else
+TL_DEVICE int load_fresh(const int32_t *p) { return __ldcg(p); }
+TL_DEVICE uint4 load_fresh(const uint4 *p) { return __ldcg(p); }
+#endif
+template <class T>
+TL_DEVICE void load_fresh(T &to, const T *from) {
+  static_assert(sizeof(T) % 16 == 0 && alignof(T) % 16 == 0, "whole words of sixteen bytes");
+  uint4 word[sizeof(T) / 16];
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(T) / 16; i++) word[i] = load_fresh((const uint4 *)from + i);
+  memcpy(&to, word, sizeof(T));
+}
 
 TL_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 TL_DEVICE float bits_float(uint32_t u) { return __uint_as_float(u); }

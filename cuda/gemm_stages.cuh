@@ -43,6 +43,27 @@ struct Ring {
   }
 };
 
+// Where a producer's next stage lies: the first panel's columns, and the rows'.
+struct StageSource {
+  const uint8_t *weights, *rows;
+  int64_t panel_bytes;
+  int n_panels, weight_bytes, row_bytes;  // of a stage; weight_bytes: of a panel
+};
+
+// By one lane: the weights of a stage, with a barrier that expects its rows, too.
+template <class W>
+TL_DEVICE void request_weights(const Ring &ring, const StageSource &from, int slot) {
+  constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
+  const shared_t to = ring.memory + slot * ring.stage_bytes, full = ring.full + slot * 8;
+  barrier_arrive_expecting(full, from.n_panels * from.weight_bytes + from.row_bytes);
+#pragma unroll
+  for (int i = 0; i < kTilePanels; i++)
+    if (i < from.n_panels) copy_bulk(to + i * kPanelBytes, from.weights + i * from.panel_bytes, from.weight_bytes, full);
+}
+TL_DEVICE void request_rows(const Ring &ring, const StageSource &from, int slot) {
+  copy_bulk(ring.memory + slot * ring.stage_bytes + ring.weight_bytes, from.rows, from.row_bytes, ring.full + slot * 8);
+}
+
 // Local index of the output that value i of a lane is, in the tile.
 TL_DEVICE int output_of(int warp, int i) { return (warp % 4 * 2 + i % 4 / 2) * kPanelRows + warp / 4 * 8 + lane_id() / 4; }
 // The same of its batch row.

@@ -31,38 +31,50 @@ TL_BOTH Items items_of(int n_items, int cta, int n_ctas) {
 
 #if TL_WGMMA
 
-// By the producer warp: each lane a panel, the one after them the rows.
+// The stages of a matrix, tile after tile.
+template <class W>
+struct Walk {
+  const SumsArgs &a;
+  int n_stages, tile, stage;
+  int64_t panel_bytes, row_step;
+  StageSource from;
+  TL_DEVICE_MEMBER Walk(const SumsArgs &args, int N, int first_tile, int first_stage) : a(args), tile(first_tile), stage(first_stage) {
+    n_stages = (pad16(a.weight.n_in) + kStageColumns - 1) / kStageColumns;
+    panel_bytes = pad16(a.weight.n_in) / 16 * (int64_t)W::kBlockBytes;
+    row_step = (int64_t)a.source.n_groups * kGroupBytes;
+    from.panel_bytes = panel_bytes;
+    from.row_bytes = min(N / 8, a.source.n_groups) * kGroupBytes;
+    find();
+  }
+  TL_DEVICE_MEMBER void find() {
+    constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
+    from.weights = a.weight.data + tile * a.tile_panels * panel_bytes + stage * kPanelBytes;
+    from.rows = (const uint8_t *)a.source.data + stage * row_step;
+    from.n_panels = min(a.tile_panels, a.weight.n_out / kPanelRows - tile * a.tile_panels);
+    from.weight_bytes = min((int)panel_bytes - stage * kPanelBytes, kPanelBytes);
+  }
+  TL_DEVICE_MEMBER void next() {
+    if (++stage == n_stages) stage = 0, tile++;
+    find();
+  }
+};
+
+// By one lane of the producer warp.
 template <class W, int N>
 TL_DEVICE void produce(const SumsArgs &a, Ring ring, const Items &items, int n_chunks) {
-  using S = Stage<W, N>;
-  const int n_stages = (pad16(a.weight.n_in) + kStageColumns - 1) / kStageColumns, n_panels_all = a.weight.n_out / kPanelRows, lane = lane_id();
-  const int64_t panel_bytes = panel_nbytes(a.weight.dtype, a.weight.n_in), row_step = (int64_t)a.source.n_groups * kGroupBytes;
-  const int row_bytes = min(N / 8, a.source.n_groups) * kGroupBytes;
-  const auto first_stage = [&](int item) { return item / n_chunks * n_stages + min(item % n_chunks * kChunkStages, n_stages); };
-  const int first = first_stage(items.first), end = first_stage(items.end), n_early = min(ring.n_slots, end - first);
-  // A stage of the matrix's, counted over all tiles.
-  const auto request_weights = [&](int at, int slot) {
-    const int tile = at / n_stages, stage = at - tile * n_stages, n_panels = min(a.tile_panels, n_panels_all - tile * a.tile_panels);
-    const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
-    if (lane == 0) barrier_arrive_expecting(ring.full + slot * 8, n_panels * nbytes + row_bytes);
-    __syncwarp();
-    if (lane < n_panels)
-      copy_bulk(ring.memory + slot * ring.stage_bytes + lane * S::kPanelBytes,
-                a.weight.data + (tile * a.tile_panels + lane) * panel_bytes + (int64_t)stage * S::kPanelBytes, nbytes, ring.full + slot * 8);
-  };
-  const auto request_rows = [&](int at, int slot) {
-    if (lane == kTilePanels)
-      copy_bulk(ring.memory + slot * ring.stage_bytes + ring.weight_bytes, (const uint8_t *)a.source.data + at % n_stages * row_step, row_bytes,
-                ring.full + slot * 8);
-  };
-  for (int s = 0; s < n_early; s++) request_weights(first + s, s);
-  wait_for_previous_kernel();
-  for (int s = 0; s < n_early; s++) request_rows(first + s, s);
+  Walk<W> walk(a, N, items.first / n_chunks, items.first % n_chunks * kChunkStages), rows = walk;
+  const auto before = [&](int item) { return item / n_chunks * walk.n_stages + item % n_chunks * kChunkStages; };
+  const int n = before(items.end) - before(items.first), n_early = min(ring.n_slots, n);
 #pragma unroll 1
-  for (int s = first + n_early; s < end; s++) {
+  for (int s = 0; s < n_early; s++, walk.next()) request_weights<W>(ring, walk.from, s);
+  wait_for_previous_kernel();
+#pragma unroll 1
+  for (int s = 0; s < n_early; s++, rows.next()) request_rows(ring, rows.from, s);
+#pragma unroll 1
+  for (int s = n_early; s < n; s++, walk.next()) {
     barrier_wait(ring.empty + ring.slot * 8, ring.parity);
-    request_weights(s, ring.slot);
-    request_rows(s, ring.slot);
+    request_weights<W>(ring, walk.from, ring.slot);
+    request_rows(ring, walk.from, ring.slot);
     ring.next();
   }
 }
@@ -101,7 +113,10 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_sums(const SumsArgs a) {
   __syncthreads();
   let_next_kernel_start();
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
-  if (warp == kConsumers / 32) return produce<W, N>(a, ring, items, n_chunks);
+  if (warp == kConsumers / 32) {
+    if (elected()) produce<W, N>(a, ring, items, n_chunks);
+    return;
+  }
   const auto release = [&](int slot) {
     if (lane_id() == 0) barrier_arrive(ring.empty + slot * 8);
   };
@@ -128,7 +143,8 @@ void launch_tile(const Launcher &launcher, SumsArgs a) {
   using S = Stage<W, N>;
   const int n_panels = a.weight.n_out / kPanelRows, n_chunks = n_chunks_of(a.weight.n_in), n_ctas = launcher.context.n_multiprocessors;
   const auto n_items = [&](int panels) { return (n_panels + panels - 1) / panels * n_chunks; };
-  const auto most = [&](int panels) { return (n_items(panels) + n_ctas - 1) / n_ctas * panels; };  // panels' chunks of the busiest CTA
+  // Panels' chunks of the busiest CTA, with what a stage costs beside them: its rows, and each item.
+  const auto most = [&](int panels) { return (n_items(panels) + n_ctas - 1) / n_ctas * (panels + 2 + N / 16); };
   a.tile_panels = kTilePanels;
   for (int panels = kTilePanels / 2; panels >= 2; panels /= 2)
     if (most(panels) < most(a.tile_panels)) a.tile_panels = panels;

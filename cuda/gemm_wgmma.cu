@@ -35,36 +35,40 @@ struct Chunks {
 };
 TL_DEVICE Chunks chunks_of(int n_chunks, int rank, int n_ctas) { return {n_chunks * rank / n_ctas, n_chunks * (rank + 1) / n_ctas}; }
 
-// The producer warp requests the stages first .. end - 1: each lane a panel, the one after them the rows. What may be
-// read before the kernel before this one has ended, the weights, is asked for first.
+// One lane of the producer warp requests the stages first .. end - 1. What may be read before the kernel before this one has ended, the
+// weights, is asked for first.
 template <class W, int N>
 TL_DEVICE void produce(const GemmArgs &g, Ring ring, int first_panel, int tile_panels, int first_group, int first, int end) {
   using S = Stage<W, N>;
-  const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in);
-  const int n_panels = min(tile_panels, g.weight.n_out / kPanelRows - first_panel), n_groups = min(N / 8, g.source.n_groups - first_group);
-  const int lane = lane_id(), row_bytes = n_groups * kGroupBytes;
-  const uint8_t *weights = g.weight.data + (first_panel + lane) * panel_bytes;
-  const uint8_t *rows = (const uint8_t *)g.source.data + (int64_t)first_group * kGroupBytes;
+  const int panel_bytes = pad16(g.weight.n_in) / 16 * W::kBlockBytes;
   const int64_t row_step = (int64_t)g.source.n_groups * kGroupBytes;
-  const auto request_weights = [&](int stage, int slot) {
-    const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
-    if (lane == 0) barrier_arrive_expecting(ring.full + slot * 8, n_panels * nbytes + row_bytes);
-    __syncwarp();
-    if (lane < n_panels)
-      copy_bulk(ring.memory + slot * ring.stage_bytes + lane * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, ring.full + slot * 8);
-  };
-  const auto request_rows = [&](int stage, int slot) {
-    if (lane == kTilePanels)
-      copy_bulk(ring.memory + slot * ring.stage_bytes + ring.weight_bytes, rows + stage * row_step, row_bytes, ring.full + slot * 8);
+  StageSource from;
+  from.panel_bytes = panel_bytes;
+  from.n_panels = min(tile_panels, g.weight.n_out / kPanelRows - first_panel);
+  from.row_bytes = min(N / 8, g.source.n_groups - first_group) * kGroupBytes;
+  const auto find = [&](int stage) {
+    from.weights = g.weight.data + (int64_t)first_panel * panel_bytes + stage * S::kPanelBytes;
+    from.weight_bytes = min(S::kPanelBytes, panel_bytes - stage * S::kPanelBytes);
+    from.rows = (const uint8_t *)g.source.data + (int64_t)first_group * kGroupBytes + stage * row_step;
   };
   const int n_early = min(ring.n_slots, end - first);
-  for (int s = 0; s < n_early; s++) request_weights(first + s, s);
+#pragma unroll 1
+  for (int s = 0; s < n_early; s++) {
+    find(first + s);
+    request_weights<W>(ring, from, s);
+  }
   wait_for_previous_kernel();
-  for (int s = 0; s < n_early; s++) request_rows(first + s, s);
+#pragma unroll 1
+  for (int s = 0; s < n_early; s++) {
+    find(first + s);
+    request_rows(ring, from, s);
+  }
+#pragma unroll 1
   for (int s = first + n_early; s < end; s++) {
     barrier_wait(ring.empty + ring.slot * 8, ring.parity);
-    request_weights(s, ring.slot);
-    request_rows(s, ring.slot);
+    find(s);
+    request_weights<W>(ring, from, ring.slot);
+    request_rows(ring, from, ring.slot);
     ring.next();
   }
 }
@@ -131,7 +135,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp == kConsumers / 32) {
     const int end_stage = min(chunks.end * kChunkStages, (n_blocks + kStageBlocks - 1) / kStageBlocks);
-    produce<W, N>(g, ring, first_panel, a.tile_panels, first_row / 8, chunks.first * kChunkStages, end_stage);
+    if (elected()) produce<W, N>(g, ring, first_panel, a.tile_panels, first_row / 8, chunks.first * kChunkStages, end_stage);
     if (n_ctas == 1) return;
     __syncwarp();
     cluster_wait();

@@ -30,6 +30,7 @@ class Lowering {
 
  private:
   void lower() {
+    plan_spans();
     start_program();
     if (b_.sections & TL_RUN_PRELUDE)
       section(0, TL_STAGE_PRELUDE);
@@ -260,24 +261,44 @@ class Lowering {
     launch_place(launcher(), place_);
   }
 
+  // ---- attention
+
+  int window_of(const tl_phase &f) const { return b_.window && f.window ? std::min(b_.window, f.window) : b_.window + f.window; }
+
+  // Whether queries are enough for the attention of many rows.
+  bool fills() const {
+    constexpr int kEnoughTiles = 64;
+    return (n_rows_ * (d_.n_heads / d_.n_kv_heads) + 63) / 64 * d_.n_kv_heads >= kEnoughTiles;
+  }
+
+  // Rows that are all asked for are mostly of as many sequences, and share no keys.
+  bool shares_keys() const { return n_rows_ > 1 && 2 * b_.n_out <= n_rows_ && !b_.decode; }
+
+  // For attention of some rows: the windows of the layers, and what is found for each at the beginning.
+  void plan_spans() {
+    if (!shares_keys() || fills() || (b_.sections & TL_RUN_REBUILD) || !attends_by_states(p_.context, d_, n_rows_)) return;
+    for (const tl_phase &f : p_.phases) {
+      if (f.kind != TL_PHASE_ATTEND || (int)windows_.size() == kMaxWindows) continue;
+      if (std::find(windows_.begin(), windows_.end(), window_of(f)) == windows_.end()) windows_.push_back(window_of(f));
+    }
+    const Rows rows{b_.pos, b_.seq, b_.page_table, n_rows_, 0, d_.table_stride};
+    launch_plan_spans(launcher(), rows, d_, windows_, p_.memory + p_.scratch.states);
+  }
+
   void attend(const tl_phase &f, const tl_phase &out) {
-    const int group = d_.n_heads / d_.n_kv_heads, a = b_.window, w = f.window;
+    const int group = d_.n_heads / d_.n_kv_heads;
     AttendArgs args = {};
     args.place = place_;
-    args.window = a && w ? std::min(a, w) : a + w;
+    args.window = window_of(f);
     args.scale = 1.44269504f / __builtin_sqrtf((float)d_.head_dim);
     args.out = operand_of(p_.scratch.attn, out.weight, n_rows_);
     args.place_here = n_rows_ == 1 && d_.qk_norm != TL_QK_NORM_FULL && d_.kv_dtype != TL_F32;
     if (!args.place_here && !placed_) launch_place(launcher(), place_);
     if (d_.kv_dtype == TL_F32) return launch_attend_f32(launcher(), args);
-    constexpr int kEnoughTiles = 64;
-    const bool fills = (n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles, one_sequence = 2 * b_.n_out <= n_rows_;
-    if (fills && !b_.decode && (launch_attend_wide(launcher(), args) || launch_attend_tile(launcher(), args))) return;
-    // Rows that are all asked for are mostly of as many sequences, and share no keys.
-    if (n_rows_ > 1 && one_sequence && !b_.decode) {
-      if (launch_attend_states(launcher(), args, d_, p_.memory + p_.scratch.states)) return;
-      if (launch_attend_few(launcher(), args)) return;
-    }
+    if (fills() && !b_.decode && (launch_attend_wide(launcher(), args) || launch_attend_tile(launcher(), args))) return;
+    const auto window = std::find(windows_.begin(), windows_.end(), args.window);
+    if (window != windows_.end()) return launch_attend_states(launcher(), args, window - windows_.begin(), p_.memory + p_.scratch.states);
+    if (shares_keys() && launch_attend_few(launcher(), args)) return;
     args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
     if (args.place_here) return keep(args);
     launch_attend_split(launcher(), args);
@@ -359,6 +380,7 @@ class Lowering {
   PlaceArgs place_{};     // of the latest QKV phase
   bool placed_ = false;   // whether its product has done the work already
   ChunkSums sums_{};      // that the latest product has left
+  std::vector<int> windows_;  // of the layers, where attention goes through states
   std::vector<StepPart> parts_;  // kept back
   std::vector<int> loops_;       // how many were, where each core loop began and the last one ended
 };

@@ -6,6 +6,8 @@
 namespace tl {
 namespace {
 
+constexpr int kFewQuads = 2;                     // of rows of up to 2,048 values, whose kernels leave registers to those beside them
+
 template <int kQuads, bool kPlain>
 TL_DEVICE void emit_row(const RowsArgs &a, int row, const float4 (&v)[kQuads]) {
   if (!a.operand.data) return;
@@ -18,7 +20,7 @@ TL_DEVICE void emit_row(const RowsArgs &a, int row, const float4 (&v)[kQuads]) {
 }
 
 template <int kQuads, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kQuads == kGemvQuads ? 4 : 1) run_rows(const RowsArgs a) {
+__global__ void __launch_bounds__(kThreads, kQuads <= kGemvQuads ? 4 : 1) run_rows(const RowsArgs a) {
   float *partial = shared_memory<float>();
   const int row = blockIdx.x;
   let_next_kernel_start();
@@ -34,7 +36,7 @@ constexpr int kSumColumns = 2, kSumReads = 24;  // of a thread: columns, and chu
 
 // Rows that begin with sums of chunks. The CTAs of a cluster add up a part of the row each, for the first one, which runs the program.
 template <int kQuads, bool kPlain>
-__global__ void __launch_bounds__(kThreads, 2) run_summed_rows(const RowsArgs a) {
+__global__ void __launch_bounds__(kThreads, kQuads == kFewQuads ? 2 : 1) run_summed_rows(const RowsArgs a) {
   float *partial = shared_memory<float>(), *summed = partial + 2 * kWarps;
   const int n_ctas = cluster_size(), rank = cluster_rank(), row = blockIdx.x / n_ctas, n = a.program.dim;
   let_next_kernel_start();
@@ -75,17 +77,18 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const CopyArgs a) {
 
 void launch_rows(const Launcher &launcher, int n_rows, const RowsArgs &args) {
   const int n = args.program.dim;
-  const bool plain = is_plain(args.program), short_rows = n <= 4 * kThreads * kGemvQuads;
+  const bool few = is_plain(args.program) && n <= 4 * kThreads * kFewQuads;
   if (n > 4 * kThreads * kMaxQuads) throw std::length_error("rows are longer than this build's kernels take");
   if (!has_sums(args.program)) {
     const Shape shape{dim3(n_rows), kThreads, 2 * kWarps * 4, 1};
-    return launcher.launch(plain ? run_rows<kGemvQuads, true> : short_rows ? run_rows<kGemvQuads, false> : run_rows<kMaxQuads, false>, shape, args);
+    if (few) return launcher.launch(run_rows<kFewQuads, true>, shape, args);
+    if (is_plain(args.program)) return launcher.launch(run_rows<kGemvQuads, true>, shape, args);
+    return launcher.launch(n <= 4 * kThreads * kGemvQuads ? run_rows<kGemvQuads, false> : run_rows<kMaxQuads, false>, shape, args);
   }
   int cluster = 1;
   while (cluster < 4 && cluster * kThreads * kSumColumns < n) cluster *= 2;
   const Shape shape{dim3(n_rows * cluster), kThreads, (2 * kWarps + round_up(n, 4)) * 4, cluster};
-  launcher.launch(plain ? run_summed_rows<kGemvQuads, true> : short_rows ? run_summed_rows<kGemvQuads, false> : run_summed_rows<kMaxQuads, false>, shape,
-                  args);
+  launcher.launch(few ? run_summed_rows<kFewQuads, true> : run_summed_rows<kMaxQuads, false>, shape, args);
 }
 
 void launch_copy_rows(const Launcher &launcher, int n, const CopyArgs &args) { launcher.launch(copy_rows, Shape{dim3(n), kThreads, 0, 1}, args); }

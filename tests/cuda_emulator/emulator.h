@@ -332,6 +332,8 @@ void wait_copies() {
   emulator::wait_copies(pending);
 }
 
+inline void __threadfence() {}
+inline bool elected() { return emulator::current->lane == 0; }
 inline void barrier_init(shared_t barrier, int n_arrivals) { emulator::barrier_init((uint64_t *)barrier, n_arrivals); }
 inline void barrier_init_done() {}
 inline void barrier_arrive(shared_t barrier) { emulator::barrier_arrive((uint64_t *)barrier, 0); }
