@@ -14,55 +14,12 @@ constexpr int kTeams = 2, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThread
 constexpr int kMergeThreads = 128, kMergeDims = 64;  // dims of a query that a warp merges
 constexpr int kBatch = 32;                           // states that it reads at a time: a lane has each one's m and l
 
-struct PlanArgs {
-  Rows rows;
-  int32_t group, n_kv_heads;
-  int32_t window[kMaxWindows];
-  SpanPlan *plan;  // of each window
-};
-
 struct StatesArgs {
   AttendArgs attend;
   const SpanPlan *plan;
   float *o;    // (n_states, head_pad)
   float2 *ml;  // (n_states,)
 };
-
-// A CTA for each window. What it writes is there before any later kernel of the batch begins.
-__global__ void __launch_bounds__(kThreads) plan_spans(const PlanArgs a) {
-#if TL_WGMMA
-  Spans &s = *shared_memory<Spans>();
-  SpanPlan &plan = a.plan[blockIdx.x];
-  const int n_rows = a.rows.n_rows;
-  wait_for_previous_kernel();
-  for (int i = threadIdx.x; i < n_rows; i += kThreads) s.pos[i] = a.rows.pos[i], s.seq[i] = a.rows.seq[i];
-  __syncthreads();
-  if (warp_id() == 0) {
-    const int n = cut_rows(s, n_rows, a.group, a.window[blockIdx.x]);
-    __syncwarp();
-    if (lane_id() == 0) cut_keys(s, n, a.group, a.n_kv_heads);
-  }
-  __syncthreads();
-  const int length = s.segment_chunks;
-  if (threadIdx.x == 0) plan.n_units = s.n_units, plan.segment_chunks = length;
-#pragma unroll 1
-  for (int i = 0; i < s.n; i++) {
-    const Span &span = s.span[i];
-    const int head_states = span.n_segments * span.n;
-    for (int j = threadIdx.x; j < span.n_segments; j += kThreads) {
-      const int segment = span.first + j, chunk = max(segment * length, span.keys.first / TL_KEY_CHUNK);
-      plan.unit[span.first_unit + j] = UnitPlan{span.seq, span.begin, span.n, chunk, min((segment + 1) * length, n_chunks_before(span.keys.end)),
-                                                span.keys.first, span.keys.end, span.first_state + j * span.n, head_states,
-                                                (chunk + 1) * TL_KEY_CHUNK <= span.written, {0, 0}};
-    }
-    for (int j = threadIdx.x; j < span.n; j += kThreads)
-      plan.query[span.begin + j] = QueryPlan{span.first_state - span.first * span.n + j, span.n, head_states, 0};
-  }
-  __threadfence();
-  __syncthreads();
-  let_next_kernel_start();
-#endif
-}
 
 #if TL_WGMMA
 
@@ -139,6 +96,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4;  // the same for the warp, and known to be
   const shared_t memory = shared_of(shared_memory<uint8_t>()), pages = memory + team * chunk_bytes, full = memory + kTeams * chunk_bytes + team * 8;
   let_next_kernel_start();
+  touch_arguments(s);
   if (threadIdx.x % kTeamThreads == 0) {
     barrier_init(full, 1);
     barrier_init_done();
@@ -259,6 +217,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s
   constexpr int kParts = kDims / kMergeDims;
   const AttendArgs &a = s.attend;
   let_next_kernel_start();
+  touch_arguments(s);
   const int item = blockIdx.x * (kMergeThreads / 32) + warp_id(), part = item % kParts, n_heads = a.place.n_heads;
   const int head = item / kParts % n_heads, row = item / kParts / n_heads, lane = lane_id(), head_dim = a.place.head_dim;
   if (row >= a.place.rows.n_rows) return;
@@ -322,12 +281,6 @@ uint64_t attend_states_nbytes(const tl_context &context, const tl_plan_desc &d) 
 bool attends_by_states(const tl_context &context, const tl_plan_desc &d, int n_rows) {
   return holds_states(context, d) && n_rows <= kSpanRows && n_rows * (d.n_heads / d.n_kv_heads) <= kSpanQueries &&
          n_rows * n_groups_of(d) <= kHeldStates;
-}
-
-void launch_plan_spans(const Launcher &launcher, const Rows &rows, const tl_plan_desc &d, const std::vector<int> &windows, uint8_t *memory) {
-  PlanArgs args = {rows, d.n_heads / d.n_kv_heads, d.n_kv_heads, {}, (SpanPlan *)memory};
-  std::copy(windows.begin(), windows.end(), args.window);
-  launcher.launch(plan_spans, Shape{dim3((unsigned)windows.size()), kThreads, (int)sizeof(Spans), 1}, args);
 }
 
 void launch_attend_states(const Launcher &launcher, const AttendArgs &args, int window, uint8_t *memory) {

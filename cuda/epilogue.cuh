@@ -43,6 +43,15 @@ TL_DEVICE void store_operand_pair(const Operand &o, int row, int column, float l
   }
 }
 
+TL_DEVICE void store_operand_quad(const Operand &o, int row, int column, float4 v) {  // column a multiple of four
+  if (o.dtype != TL_F32 && o.layout == kOperandTiles) {
+    *(uint2 *)((uint16_t *)o.data + operand_index(o, row, column)) = make_uint2(pack_pair(o.dtype, v.x, v.y), pack_pair(o.dtype, v.z, v.w));
+    return;
+  }
+  store_operand_pair(o, row, column, v.x, v.y);
+  store_operand_pair(o, row, column + 2, v.z, v.w);
+}
+
 // One output (bias already in it) of one row.
 TL_DEVICE void finish_output(const Epilogue &e, int row, int output, float y) {
   const int64_t at = (int64_t)row * e.stride + output;

@@ -18,7 +18,7 @@ constexpr int kConsumers = 256;
 constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16;
 constexpr int kChunkStages = TL_K_CHUNK / kStageColumns;
 constexpr int kGroupBytes = kStageColumns * 8 * 2;  // eight batch rows of a stage
-constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
+constexpr int kMaxStages = 10, kBarrierBytes = 2 * kMaxStages * 8;
 constexpr int kSumStride = kTileOutputs + 4;  // floats between rows of sums: a warp's stores meet every bank once
 
 template <class W, int N>
@@ -48,6 +48,7 @@ struct StageSource {
   const uint8_t *weights, *rows;
   int64_t panel_bytes;
   int n_panels, weight_bytes, row_bytes;  // of a stage; weight_bytes: of a panel
+  uint64_t policy = pass_policy();        // of weights: what is read once does not drive out what kernels hand to each other
 };
 
 // By one lane: the weights of a stage, with a barrier that expects its rows, too.
@@ -58,7 +59,7 @@ TL_DEVICE void request_weights(const Ring &ring, const StageSource &from, int sl
   barrier_arrive_expecting(full, from.n_panels * from.weight_bytes + from.row_bytes);
 #pragma unroll
   for (int i = 0; i < kTilePanels; i++)
-    if (i < from.n_panels) copy_bulk(to + i * kPanelBytes, from.weights + i * from.panel_bytes, from.weight_bytes, full);
+    if (i < from.n_panels) copy_bulk(to + i * kPanelBytes, from.weights + i * from.panel_bytes, from.weight_bytes, full, from.policy);
 }
 TL_DEVICE void request_rows(const Ring &ring, const StageSource &from, int slot) {
   copy_bulk(ring.memory + slot * ring.stage_bytes + ring.weight_bytes, from.rows, from.row_bytes, ring.full + slot * 8);
@@ -149,6 +150,32 @@ TL_DEVICE void leave_sums(float *sums, const float (&sum)[N / 2], int warp, int 
 #pragma unroll
   for (int i = 0; i < N / 2; i++)
     if (i / 4 * 8 >= first && i / 4 * 8 < first + n_rows) to[(i / 4 * 8 - first + i % 2) * kSumStride + i % 4 / 2 * kPanelRows] = sum[i];
+}
+
+// Gates and ups of a tile, values 0, 1 and 2, 3 of four, to the operand of the next product. Two lanes exchange one, so that each has two
+// columns of a row. kSilu: the usual activation, known before the loop.
+template <class T, bool kSilu, int N>
+TL_DEVICE void store_gates(const Epilogue &e, const float (&y)[N / 2], int first_panel, int end_panel, int first_row, int n_rows, int warp) {
+  const int odd = lane_id() / 4 % 2, panel = first_panel + warp % 4 * 2, act = kSilu ? (int)TL_ACT_SILU : e.act;
+  const int column = panel / 2 * 16 + warp / 4 * 8 + lane_id() / 4 / 2 * 2, row = first_row + row_of(0) + odd;
+  uint16_t *to = (uint16_t *)e.operand.data + operand_index(e.operand, row, column);
+#pragma unroll
+  for (int i = 0; i < N / 2; i += 4) {
+    const float h0 = activate(act, y[i]) * y[i + 2], h1 = activate(act, y[i + 1]) * y[i + 3];
+    const float other = __shfl_xor_sync(0xffffffffu, odd ? h0 : h1, 4);
+    if (panel < end_panel && row + i * 2 < n_rows) *(uint32_t *)(to + i / 4 * 512) = T::pack(odd ? other : h0, odd ? h1 : other);
+  }
+}
+
+template <int N>
+TL_DEVICE void store_gated(const Epilogue &e, const float (&y)[N / 2], int first_panel, int end_panel, int first_row, int n_rows, int warp) {
+  const bool silu = e.act == TL_ACT_SILU;
+  if (e.operand.dtype == TL_BF16)
+    silu ? store_gates<Bf16, true, N>(e, y, first_panel, end_panel, first_row, n_rows, warp)
+         : store_gates<Bf16, false, N>(e, y, first_panel, end_panel, first_row, n_rows, warp);
+  else
+    silu ? store_gates<F16, true, N>(e, y, first_panel, end_panel, first_row, n_rows, warp)
+         : store_gates<F16, false, N>(e, y, first_panel, end_panel, first_row, n_rows, warp);
 }
 
 #endif

@@ -150,31 +150,6 @@ struct TileSums {
       whole ? store_rows<false, true>(y) : store_rows<false, false>(y);
   }
 
-  // Gates and ups are values 0, 1 and 2, 3 of four. Two lanes exchange one, so that each has two columns of a row. kSilu: the usual
-  // activation, known before the loop.
-  template <class T, bool kSilu>
-  TL_DEVICE_MEMBER void store_gated(const Sums &y) const {
-    const Epilogue &e = g.epilogue;
-    const int odd = lane_id() / 4 % 2, panel = tile.first_panel + warp % 4 * 2, act = kSilu ? (int)TL_ACT_SILU : e.act;
-    const int column = panel / 2 * 16 + warp / 4 * 8 + lane_id() / 4 / 2 * 2, first_row = tile.first_row + row_of(0) + odd;
-    uint16_t *to = (uint16_t *)e.operand.data + operand_index(e.operand, first_row, column);
-    const bool exists = panel * kPanelRows < g.weight.n_out;
-#pragma unroll
-    for (int i = 0; i < kRows / 2; i += 4) {
-      const float h0 = activate(act, y[i]) * y[i + 2], h1 = activate(act, y[i + 1]) * y[i + 3];
-      const float other = __shfl_xor_sync(0xffffffffu, odd ? h0 : h1, 4);
-      if (exists && first_row + i * 2 < g.n_rows) *(uint32_t *)(to + i / 4 * 512) = T::pack(odd ? other : h0, odd ? h1 : other);
-    }
-  }
-
-  TL_DEVICE_MEMBER void store_gated(const Sums &y) const {
-    const bool silu = g.epilogue.act == TL_ACT_SILU;
-    if (g.epilogue.operand.dtype == TL_BF16)
-      silu ? store_gated<Bf16, true>(y) : store_gated<Bf16, false>(y);
-    else
-      silu ? store_gated<F16, true>(y) : store_gated<F16, false>(y);
-  }
-
  private:
   TL_DEVICE_MEMBER int output(int i) const { return tile.first_panel * kPanelRows + output_of(warp, i); }
   TL_DEVICE_MEMBER bool exists(int i) const { return tile.first_row + row_of(i) < g.n_rows && output(i) < g.weight.n_out; }
@@ -189,7 +164,7 @@ TL_DEVICE void finish_tile(const GemmArgs &g, Sums &total, Tile tile, int warp, 
     own.store_rows(total);
   } else if (e.kind == kActivate && e.gated && e.operand.dtype != TL_F32 && e.operand.layout == kOperandTiles) {
     own.complete(total);
-    own.store_gated(total);
+    store_gated<kRows>(e, total, tile.first_panel, g.weight.n_out / kPanelRows, tile.first_row, g.n_rows, warp);
   } else {
 #pragma unroll
     for (int first = 0; first < kRows; first += kPassRows) {
@@ -197,7 +172,8 @@ TL_DEVICE void finish_tile(const GemmArgs &g, Sums &total, Tile tile, int warp, 
       leave_sums<kRows, kPassRows>(sums, total, warp, first);
       sync_threads(1, kConsumers);
       const int end = min(kPassRows, g.n_rows - tile.first_row - first);
-      const TileRows<W::kInt8> rows{g, tile.first_panel, kTilePanels, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
+      const TileRows<W::kInt8> rows{
+          g, tile.first_panel, kTilePanels, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
       rows.finish([&](int row) { return *(const float4 *)(sums + row * kSumStride + lane_id() * 4); });
     }
   }

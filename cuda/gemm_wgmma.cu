@@ -234,6 +234,7 @@ void launch_with(const Launcher &launcher, const GemmArgs &args) {
 
 void launch_gemm_wgmma(const Launcher &launcher, const GemmArgs &args) {
   if (gemm_takes_tiles(launcher.context, args)) return launch_gemm_tiles(launcher, args);
+  if (gemm_takes_gates(args)) return launch_gemm_gated(launcher, args);
   switch (args.weight.dtype) {
     case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, args);
     case TL_F16: return launch_with<FloatWeights<F16>>(launcher, args);

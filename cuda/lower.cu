@@ -91,7 +91,8 @@ class Lowering {
   }
 
   void add_op(RowOpKind kind, const float *p = nullptr, int stride = 0, float factor = 0.0f, uint64_t seed = 0) {
-    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise || kind == kRowSums) {  // what was there is overwritten, unless stored
+    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise ||
+        kind == kRowSums) {  // what was there is overwritten, unless stored
       if (program_.n_ops && program_.op[program_.n_ops - 1].kind != kRowStore) program_.n_ops = 0;
     }
     program_.op[program_.n_ops++] = RowOp{kind, stride, p, factor, seed};

@@ -47,9 +47,10 @@ TL_DEVICE void hand_codes(const PlaceArgs &a, int row, int head, const float *v,
 }
 
 template <class Kv>
-__global__ void __launch_bounds__(kThreads, Kv::kQuantised ? 2 : 3) place(const PlaceArgs a) {
+__global__ void __launch_bounds__(kThreads, 2) place(const PlaceArgs a) {
   float *shared = shared_memory<float>(), *v = shared + warp_id() * kMaxHeadDim, *partial = shared + kWarps * kMaxHeadDim;
   let_next_kernel_start();
+  touch_arguments(a);
   const int row = blockIdx.x, pos = a.rows.pos[row], n_heads = a.n_heads + 2 * a.n_kv_heads;
   const int page = pos < 0 ? -1 : page_of(a.rows, a.rows.seq[row], pos);
   Pairs angle;

@@ -26,7 +26,8 @@ void lay_out(tl_plan &p) {
     if (!phase.weight.data || phase.kind == TL_PHASE_EMBED) continue;
     uint64_t &widest = phase.kind == TL_PHASE_OUT ? attn : phase.kind == TL_PHASE_DOWN ? hidden : operand;
     widest = std::max(widest, operand_nbytes(phase.weight, rows));
-    if (leaves_sums(p, phase, 1)) sums = std::max(sums, n_chunks_of(phase.weight.n_in) * std::min<uint64_t>(rows, kMaxSumRows) * phase.weight.n_out * 4);
+    if (leaves_sums(p, phase, 1))
+      sums = std::max(sums, n_chunks_of(phase.weight.n_in) * std::min<uint64_t>(rows, kMaxSumRows) * phase.weight.n_out * 4);
   }
   const auto take = [&at](uint64_t nbytes) { return std::exchange(at, at + (nbytes + 255) / 256 * 256); };
   for (uint64_t &x : s.x) x = take(rows * p.dim_pad * 4);

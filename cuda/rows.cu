@@ -8,22 +8,43 @@ namespace {
 
 constexpr int kFewQuads = 2;                     // of rows of up to 2,048 values, whose kernels leave registers to those beside them
 
+// emit_operand to memory.
 template <int kQuads, bool kPlain>
 TL_DEVICE void emit_row(const RowsArgs &a, int row, const float4 (&v)[kQuads]) {
   if (!a.operand.data) return;
-  emit_operand<kQuads, kPlain>(a.program, row, v, [&](int column, float lo, float hi, int count) {
-    if (count == 2)
-      store_operand_pair(a.operand, row, column, lo, hi);
-    else
-      store_operand(a.operand, row, column, lo);
-  });
+  if constexpr (!kPlain) {
+    emit_operand<kQuads, kPlain>(a.program, row, v, [&](int column, float lo, float hi, int count) {
+      if (count == 2)
+        store_operand_pair(a.operand, row, column, lo, hi);
+      else
+        store_operand(a.operand, row, column, lo);
+    });
+    return;
+  }
+  const RowProgram &p = a.program;
+  const auto store = [&](const float4(&q)[kQuads], int first) {  // whole quads, in little code: it is run once
+#pragma unroll
+    for (int j = 0; j < kQuads; j++)
+      if (quad_index(j) < p.dim) store_operand_quad(a.operand, row, first + quad_index(j), q[j]);
+  };
+  store(v, 0);
+  if (p.tail) {
+    float4 t[kQuads];
+    load_quads<kQuads, kPlain>(t, p.tail + (int64_t)row * p.tail_stride, p.dim);
+    store(t, p.dim);
+  }
+  const int n_in = p.tail ? 2 * p.dim : p.dim;
+  if ((int)threadIdx.x < pad16(n_in) - n_in) store_operand(a.operand, row, n_in + threadIdx.x, 0.0f);
 }
 
 template <int kQuads, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kQuads <= kGemvQuads ? 4 : 1) run_rows(const RowsArgs a) {
+__global__ void __launch_bounds__(kThreads, kQuads == kFewQuads    ? 4
+                                            : kQuads == kGemvQuads ? 2
+                                                                   : 1) run_rows(const RowsArgs a) {
   float *partial = shared_memory<float>();
   const int row = blockIdx.x;
   let_next_kernel_start();
+  touch_arguments(a);
   EarlyNorm<kQuads, kPlain> early;
   early.load(a.program);
   wait_for_previous_kernel();
@@ -40,6 +61,7 @@ __global__ void __launch_bounds__(kThreads, kQuads == kFewQuads ? 2 : 1) run_sum
   float *partial = shared_memory<float>(), *summed = partial + 2 * kWarps;
   const int n_ctas = cluster_size(), rank = cluster_rank(), row = blockIdx.x / n_ctas, n = a.program.dim;
   let_next_kernel_start();
+  touch_arguments(a);
   const int from = a.program.source_row ? a.program.source_row[row] : row;
   EarlyNorm<kQuads, kPlain> early;
   if (rank == 0) early.load(a.program);

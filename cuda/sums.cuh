@@ -39,8 +39,8 @@ TL_DEVICE void add_chunks(float (&y)[n], const ChunkSums &s, int row, int output
   for (int first = 0; first < s.n_chunks; first += kReads) {
     float q[kReads][n];
 #pragma unroll
-    for (int c = 0; c < kReads; c++)
-      if (first + c < s.n_chunks) load_floats(q[c], from + (first + c) * step);
+    for (int c = 0; c < kReads; c++, from += step)
+      if (first + c < s.n_chunks) load_floats(q[c], from);
 #pragma unroll
     for (int c = 0; c < kReads; c++)
 #pragma unroll

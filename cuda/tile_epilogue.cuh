@@ -10,16 +10,6 @@ namespace tl {
 
 constexpr int kTileOutputs = 128;
 
-// Four outputs of a row from output `output` on.
-TL_DEVICE void store_operand_quad(const Operand &o, int row, int column, float4 v) {  // column a multiple of four
-  if (o.dtype != TL_F32 && o.layout == kOperandTiles) {
-    *(uint2 *)((uint16_t *)o.data + operand_index(o, row, column)) = make_uint2(pack_pair(o.dtype, v.x, v.y), pack_pair(o.dtype, v.z, v.w));
-    return;
-  }
-  store_operand_pair(o, row, column, v.x, v.y);
-  store_operand_pair(o, row, column + 2, v.z, v.w);
-}
-
 // Rows begin, begin + step, .. below end of a tile, by one warp; sum(row) gives its lane's four sums of a row.
 template <bool kInt8>
 struct TileRows {
