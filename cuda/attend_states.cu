@@ -12,7 +12,6 @@ namespace {
 
 constexpr int kTeams = 2, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
 constexpr int kMergeThreads = 128, kMergeDims = 64;  // dims of a query that a warp merges
-constexpr int kBatch = 32;                           // states that it reads at a time: a lane has each one's m and l
 
 struct StatesArgs {
   AttendArgs attend;
@@ -160,6 +159,8 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
 }
 
 #if TL_WGMMA
+
+constexpr int kBatch = 32;  // states that a warp reads at a time: a lane has each one's m and l
 
 // A query's state of two dims a lane.
 struct Merged {
