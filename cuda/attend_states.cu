@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
   const int n_units = load_fresh(&s.plan->n_units) * n_kv_heads, step = kTeams * gridDim.x;
   const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
   int index = blockIdx.x + team * gridDim.x, parity = 0;
-  UnitPlan unit;
+  UnitPlan unit = {};
   // By the team's first warp.
   const auto request = [&](int index, int chunk) {
     if (warp % 4) return;
