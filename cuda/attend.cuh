@@ -6,6 +6,8 @@
 // merge_value are the one way to merge. None of this depends on who computes a chunk, nor on the queries beside.
 #pragma once
 
+#include <vector>
+
 #include "epilogue.cuh"
 #include "place.cuh"
 
@@ -214,6 +216,14 @@ void launch_attend_split(const Launcher &launcher, const AttendArgs &args);
 bool launch_attend_tile(const Launcher &launcher, const AttendArgs &args);  // false: this device has too little shared memory
 bool launch_attend_wide(const Launcher &launcher, const AttendArgs &args);  // these two, false: not on this device, or not with this KV
 bool launch_attend_few(const Launcher &launcher, const AttendArgs &args);
+
+// For some rows, through states in memory of so many bytes (attend_states.cu): whether a plan's batch may go that way; what is to be launched
+// first in it, for each window that its layers have; and the attention of a layer, by the place of its window among them.
+constexpr int kMaxWindows = 4;
+uint64_t attend_states_nbytes(const tl_context &context, const tl_plan_desc &d);
+bool attends_by_states(const tl_context &context, const tl_plan_desc &d, int n_rows);
+void launch_plan_spans(const Launcher &launcher, const Rows &rows, const tl_plan_desc &d, const std::vector<int> &windows, uint8_t *memory);
+void launch_attend_states(const Launcher &launcher, const AttendArgs &args, int window, uint8_t *memory);
 void launch_attend_f32(const Launcher &launcher, const AttendArgs &args);
 
 }  // namespace tl

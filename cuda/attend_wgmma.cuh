@@ -117,12 +117,17 @@ TL_DEVICE int page_for_lane(const int32_t *table, int chunk, Keys keys) {
   return table[min(max(chunk * kPagesOfChunk + lane_id() % kPagesOfChunk, keys.first / TL_PAGE_POSITIONS), (keys.end - 1) / TL_PAGE_POSITIONS)];
 }
 
-// A warp requests a chunk's pages, K and V of each in one run of bytes.
+// A warp requests a chunk's pages, K and V of each in one run of bytes. `page`: of this lane's page of the chunk.
 TL_DEVICE void request_chunk(const AttendArgs &a, shared_t to, int page, int kv_head, shared_t full) {
-  const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes, lane = lane_id();
-  if (lane == 0) barrier_arrive_expecting(full, kPagesOfChunk * page_bytes);
-  __syncwarp();
-  if (lane < kPagesOfChunk) copy_bulk(to + lane * page_bytes, k_of(a.place.kv, page, kv_head), page_bytes, full);
+  const int page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
+  int pages[kPagesOfChunk];
+#pragma unroll
+  for (int i = 0; i < kPagesOfChunk; i++) pages[i] = __shfl_sync(0xffffffffu, page, i);
+  if (elected()) {
+    barrier_arrive_expecting(full, kPagesOfChunk * page_bytes);
+#pragma unroll
+    for (int i = 0; i < kPagesOfChunk; i++) copy_bulk(to + i * page_bytes, k_of(a.place.kv, pages[i], kv_head), page_bytes, full);
+  }
   __syncwarp();
 }
 

@@ -209,6 +209,19 @@ TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t bar
                "r"(barrier)
                : "memory");
 }
+// True for one lane of a warp, which all of it asks for: bulk copies take uniform registers, and a single lane, known to be one, needs no
+// loop over lanes for each.
+TL_DEVICE bool elected() {
+  uint32_t is = 0;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one mov.u32 %0, 1;\n"
+      "}"
+      : "+r"(is));
+  return is;
+}
 // Moves a warpgroup's registers up or down to n a thread, where the target has that.
 template <int n>
 TL_DEVICE void take_registers() {
@@ -277,9 +290,6 @@ TL_DEVICE void let_next_kernel_start() {
 #endif
 }
 
-// A load that no cache of the multiprocessor answers: what an earlier kernel wrote is read though this one has not waited for it itself.
-TL_DEVICE float load_l2(const float *p) { return __ldcg(p); }
-
 // ---- flagged words: eight bytes that one CTA hands to another, stored and loaded together with the flag that tells which they are
 
 struct Flagged {
@@ -347,6 +357,38 @@ TL_DEVICE const T *of_cluster_rank(const T *p, int) {
   return p;
 }
 #endif
+
+// What an earlier kernel of the batch wrote, read by who has not waited for it: never from L1.
+#if defined(TL_EMULATOR)
+TL_DEVICE float load_fresh(const float *p) { return *p; }
+TL_DEVICE int load_fresh(const int32_t *p) { return *p; }
+TL_DEVICE uint4 load_fresh(const uint4 *p) { return *p; }
+#else
+TL_DEVICE float load_fresh(const float *p) { return __ldcg(p); }
+TL_DEVICE int load_fresh(const int32_t *p) { return __ldcg(p); }
+TL_DEVICE uint4 load_fresh(const uint4 *p) { return __ldcg(p); }
+#endif
+template <class T>
+TL_DEVICE void load_fresh(T &to, const T *from) {
+  static_assert(sizeof(T) % 16 == 0 && alignof(T) % 16 == 0, "whole words of sixteen bytes");
+  uint4 word[sizeof(T) / 16];
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(T) / 16; i++) word[i] = load_fresh((const uint4 *)from + i);
+  memcpy(&to, word, sizeof(T));
+}
+
+// Brings a kernel's arguments near before it waits for others: one that is first looked at later costs a way to memory then. What is read
+// is used, if only to be there: else the compiler leaves it out.
+template <class Args>
+TL_DEVICE void touch_arguments(const Args &args) {
+#if !defined(TL_EMULATOR)
+  constexpr int kLine = 64;
+  uint32_t all = 0;
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(Args); i += kLine) all ^= *(const uint32_t *)((const uint8_t *)&args + i);
+  asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9e3779b9;\n@never nanosleep.u32 1;\n}" ::"r"(all));
+#endif
+}
 
 TL_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 TL_DEVICE float bits_float(uint32_t u) { return __uint_as_float(u); }

@@ -11,6 +11,7 @@ enum EpilogueKind {
   kAddToRows,   // out[row] = addend[row] + y
   kActivate,    // operand[row] = act(y), or act(y of a gate panel) * (y of the up panel after it)
   kToLogits,    // out[row] = softcap(y * scale), without the padding
+  kToSums,      // the sums of chunks as they are to out, for the next kernel (sums.cuh); by wgmma only
   kPlace        // heads of q, k and v to where attention reads them (place.cuh); by wgmma only
 };
 

@@ -148,16 +148,16 @@ void launch_with(const Launcher &launcher, const GemmArgs &args) {
 
 }  // namespace
 
-static bool takes_wgmma(const tl_context &context, const Matrix &weight) {
+bool gemm_takes_wgmma(const tl_context &context, const Matrix &weight) {
   return context.code == kCodeSm90a && weight.dtype != TL_F32 && !weight.group_size;
 }
 
 bool gemm_places(const tl_context &context, const Matrix &weight, const PlaceArgs &place) {
-  return takes_wgmma(context, weight) && !is_quantised(place.kv.dtype) && place.qk_norm != TL_QK_NORM_FULL && 128 % place.kv.head_pad == 0;
+  return gemm_takes_wgmma(context, weight) && !is_quantised(place.kv.dtype) && place.qk_norm != TL_QK_NORM_FULL && 128 % place.kv.head_pad == 0;
 }
 
 void launch_gemm(const Launcher &launcher, const GemmArgs &args) {
-  if (takes_wgmma(launcher.context, args.weight)) return launch_gemm_wgmma(launcher, args);
+  if (gemm_takes_wgmma(launcher.context, args.weight)) return launch_gemm_wgmma(launcher, args);
   switch (args.weight.dtype) {
     case TL_BF16: return launch_with<FloatWeights<Bf16>, false>(launcher, args);
     case TL_F16: return launch_with<FloatWeights<F16>, false>(launcher, args);

@@ -18,30 +18,53 @@ constexpr int kConsumers = 256;
 constexpr int kStageColumns = 64, kStageBlocks = kStageColumns / 16;
 constexpr int kChunkStages = TL_K_CHUNK / kStageColumns;
 constexpr int kGroupBytes = kStageColumns * 8 * 2;  // eight batch rows of a stage
-constexpr int kMaxStages = 8, kBarrierBytes = 2 * kMaxStages * 8;
+constexpr int kMaxStages = 10, kBarrierBytes = 2 * kMaxStages * 8;
 constexpr int kSumStride = kTileOutputs + 4;  // floats between rows of sums: a warp's stores meet every bank once
 
 template <class W, int N>
 struct Stage {
   static constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
   static constexpr int kWeightBytes = kTilePanels * kPanelBytes;
-  static constexpr int kBytes = kWeightBytes + N / 8 * kGroupBytes;
+  static constexpr int kRowBytes = N / 8 * kGroupBytes;
+  static constexpr int kBytes = kWeightBytes + kRowBytes;
 };
 
 inline int n_stages_of(int n_in) { return (pad16(n_in) + kStageColumns - 1) / kStageColumns; }
-inline int n_chunks_of(int n_in) { return (n_in + TL_K_CHUNK - 1) / TL_K_CHUNK; }
 
 #if TL_WGMMA
 
 // A place in the ring.
 struct Ring {
   shared_t memory, full, empty;  // stages, and the barriers of each
-  int n_slots;
+  int n_slots, stage_bytes, weight_bytes;  // of a stage the weights come first
   int slot = 0, parity = 0;
+  TL_DEVICE_MEMBER shared_t stage() const { return memory + slot * stage_bytes; }
   TL_DEVICE_MEMBER void next() {
     if (++slot == n_slots) slot = 0, parity ^= 1;
   }
 };
+
+// Where a producer's next stage lies: the first panel's columns, and the rows'.
+struct StageSource {
+  const uint8_t *weights, *rows;
+  int64_t panel_bytes;
+  int n_panels, weight_bytes, row_bytes;  // of a stage; weight_bytes: of a panel
+  uint64_t policy = pass_policy();        // of weights: what is read once does not drive out what kernels hand to each other
+};
+
+// By one lane: the weights of a stage, with a barrier that expects its rows, too.
+template <class W>
+TL_DEVICE void request_weights(const Ring &ring, const StageSource &from, int slot) {
+  constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
+  const shared_t to = ring.memory + slot * ring.stage_bytes, full = ring.full + slot * 8;
+  barrier_arrive_expecting(full, from.n_panels * from.weight_bytes + from.row_bytes);
+#pragma unroll
+  for (int i = 0; i < kTilePanels; i++)
+    if (i < from.n_panels) copy_bulk(to + i * kPanelBytes, from.weights + i * from.panel_bytes, from.weight_bytes, full, from.policy);
+}
+TL_DEVICE void request_rows(const Ring &ring, const StageSource &from, int slot) {
+  copy_bulk(ring.memory + slot * ring.stage_bytes + ring.weight_bytes, from.rows, from.row_bytes, ring.full + slot * 8);
+}
 
 // Local index of the output that value i of a lane is, in the tile.
 TL_DEVICE int output_of(int warp, int i) { return (warp % 4 * 2 + i % 4 / 2) * kPanelRows + warp / 4 * 8 + lane_id() / 4; }
@@ -67,9 +90,9 @@ struct StageTiles {
   uint64_t weights, rows;
 };
 template <class W, int N>
-TL_DEVICE StageTiles tiles_of(shared_t stage, int warp) {
-  using S = Stage<W, N>;
-  return {W::kInt8 ? 0 : wgmma_tiles(stage + warp / 4 * 128, S::kPanelBytes, 256), wgmma_tiles(stage + S::kWeightBytes, kGroupBytes)};
+TL_DEVICE StageTiles tiles_of(const Ring &ring, int warp) {
+  const shared_t stage = ring.stage();
+  return {W::kInt8 ? 0 : wgmma_tiles(stage + warp / 4 * 128, Stage<W, N>::kPanelBytes, 256), wgmma_tiles(stage + ring.weight_bytes, kGroupBytes)};
 }
 
 template <class W, int N>
@@ -85,15 +108,13 @@ TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, co
 // when the products after it have begun. `meanwhile(j)` runs under the products of stage j.
 template <class W, int N, class Release, class Meanwhile>
 TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release, const Meanwhile &meanwhile) {
-  using S = Stage<W, N>;
   LeftBlocks<W> left[2];
   int held = 0;
 #pragma unroll
   for (int j = 0; j < kChunkStages; j++) {
     barrier_wait(ring.full + ring.slot * 8, ring.parity);
-    const shared_t stage = ring.memory + ring.slot * S::kBytes;
-    const StageTiles tiles = tiles_of<W, N>(stage, warp);
-    left[j % 2].load(stage, warp);
+    const StageTiles tiles = tiles_of<W, N>(ring, warp);
+    left[j % 2].load(ring.stage(), warp);
     wgmma_fence();
 #pragma unroll
     for (int b = 0; b < kStageBlocks; b++) multiply_block<W, N>(sum, left[j % 2], tiles, b, j + b > 0);
@@ -119,14 +140,12 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Releas
 // The same for a last chunk of n_blocks blocks, one stage at a time.
 template <class W, int N, class Release>
 TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Ring &ring, int warp, int n_blocks, const Release &release) {
-  using S = Stage<W, N>;
 #pragma unroll 1
   for (int first = 0; first < n_blocks; first += kStageBlocks) {
     barrier_wait(ring.full + ring.slot * 8, ring.parity);
-    const shared_t stage = ring.memory + ring.slot * S::kBytes;
-    const StageTiles tiles = tiles_of<W, N>(stage, warp);
+    const StageTiles tiles = tiles_of<W, N>(ring, warp);
     LeftBlocks<W> left;
-    left.load(stage, warp);
+    left.load(ring.stage(), warp);
     accumulators_ready(sum);
     wgmma_fence();
 #pragma unroll

@@ -31,7 +31,7 @@ TL_DEVICE void finish_by_row(const GemmArgs &g, const TileSums &total, Tile tile
     leave_sums<kRows, kPassRows>(sums, total, warp, first);
     sync_threads(1, kConsumers);
     const int end = min(kPassRows, g.n_rows - tile.first_row - first);
-    const TileRows<W::kInt8> rows{g, tile.first_panel, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
+    const TileRows<W::kInt8> rows{g, tile.first_panel, kTilePanels, tile.first_row + first, warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
     rows.finish([&](int row) { return *(const float4 *)(sums + row * kSumStride + lane_id() * 4); });
   }
 }
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
   using S = Stage<W, kRows>;
   uint8_t *memory = shared_memory<uint8_t>(), *behind = memory + a.n_stages * S::kBytes + kBarrierBytes;
   const shared_t barriers = shared_of(memory) + a.n_stages * S::kBytes;
-  Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages};
+  Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages, S::kBytes, S::kWeightBytes};
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.n_stages; s++) {
       barrier_init(ring.full + s * 8, 1);

@@ -18,7 +18,8 @@ constexpr int kFewestStages = 3;  // a stage is held while the next one is begun
 
 struct WgmmaArgs {
   GemmArgs gemm;
-  int32_t n_stages;  // of the ring
+  int32_t n_stages;     // of the ring
+  int32_t tile_panels;  // kTilePanels, or fewer, an even number
 };
 
 // Floats between rows of chunk sums: a warp's stores meet every bank once.
@@ -34,35 +35,40 @@ struct Chunks {
 };
 TL_DEVICE Chunks chunks_of(int n_chunks, int rank, int n_ctas) { return {n_chunks * rank / n_ctas, n_chunks * (rank + 1) / n_ctas}; }
 
-// The producer warp requests the stages first .. end - 1: each lane a panel, the one after them the rows. What may be
-// read before the kernel before this one has ended, the weights, is asked for first.
+// One lane of the producer warp requests the stages first .. end - 1. What may be read before the kernel before this one has ended, the
+// weights, is asked for first.
 template <class W, int N>
-TL_DEVICE void produce(const GemmArgs &g, Ring ring, int first_panel, int first_group, int first, int end) {
+TL_DEVICE void produce(const GemmArgs &g, Ring ring, int first_panel, int tile_panels, int first_group, int first, int end) {
   using S = Stage<W, N>;
-  const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in);
-  const int n_panels = min(kTilePanels, g.weight.n_out / kPanelRows - first_panel), n_groups = min(N / 8, g.source.n_groups - first_group);
-  const int lane = lane_id(), row_bytes = n_groups * kGroupBytes;
-  const uint8_t *weights = g.weight.data + (first_panel + lane) * panel_bytes;
-  const uint8_t *rows = (const uint8_t *)g.source.data + (int64_t)first_group * kGroupBytes;
+  const int panel_bytes = pad16(g.weight.n_in) / 16 * W::kBlockBytes;
   const int64_t row_step = (int64_t)g.source.n_groups * kGroupBytes;
-  const auto request_weights = [&](int stage, int slot) {
-    const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
-    if (lane == 0) barrier_arrive_expecting(ring.full + slot * 8, n_panels * nbytes + row_bytes);
-    __syncwarp();
-    if (lane < n_panels)
-      copy_bulk(ring.memory + slot * S::kBytes + lane * S::kPanelBytes, weights + (int64_t)stage * S::kPanelBytes, nbytes, ring.full + slot * 8);
-  };
-  const auto request_rows = [&](int stage, int slot) {
-    if (lane == kTilePanels) copy_bulk(ring.memory + slot * S::kBytes + S::kWeightBytes, rows + stage * row_step, row_bytes, ring.full + slot * 8);
+  StageSource from;
+  from.panel_bytes = panel_bytes;
+  from.n_panels = min(tile_panels, g.weight.n_out / kPanelRows - first_panel);
+  from.row_bytes = min(N / 8, g.source.n_groups - first_group) * kGroupBytes;
+  const auto find = [&](int stage) {
+    from.weights = g.weight.data + (int64_t)first_panel * panel_bytes + stage * S::kPanelBytes;
+    from.weight_bytes = min(S::kPanelBytes, panel_bytes - stage * S::kPanelBytes);
+    from.rows = (const uint8_t *)g.source.data + (int64_t)first_group * kGroupBytes + stage * row_step;
   };
   const int n_early = min(ring.n_slots, end - first);
-  for (int s = 0; s < n_early; s++) request_weights(first + s, s);
+#pragma unroll 1
+  for (int s = 0; s < n_early; s++) {
+    find(first + s);
+    request_weights<W>(ring, from, s);
+  }
   wait_for_previous_kernel();
-  for (int s = 0; s < n_early; s++) request_rows(first + s, s);
+#pragma unroll 1
+  for (int s = 0; s < n_early; s++) {
+    find(first + s);
+    request_rows(ring, from, s);
+  }
+#pragma unroll 1
   for (int s = first + n_early; s < end; s++) {
     barrier_wait(ring.empty + ring.slot * 8, ring.parity);
-    request_weights(s, ring.slot);
-    request_rows(s, ring.slot);
+    find(s);
+    request_weights<W>(ring, from, ring.slot);
+    request_rows(ring, from, ring.slot);
     ring.next();
   }
 }
@@ -106,13 +112,14 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
   using S = Stage<W, N>;
   const GemmArgs &g = a.gemm;
   uint8_t *memory = shared_memory<uint8_t>();
-  const shared_t barriers = shared_of(memory) + a.n_stages * S::kBytes;
-  Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages};
+  const int weight_bytes = a.tile_panels * S::kPanelBytes, stage_bytes = weight_bytes + S::kRowBytes;
+  const shared_t barriers = shared_of(memory) + a.n_stages * stage_bytes;
+  Ring ring{shared_of(memory), barriers, barriers + kMaxStages * 8, a.n_stages, stage_bytes, weight_bytes};
   const int n_ctas = cluster_size(), rank = cluster_rank(), first_row = blockIdx.x / n_ctas * N;
-  const int first_panel = blockIdx.y * kTilePanels;
+  const int first_panel = blockIdx.y * a.tile_panels;
   const int n_blocks = pad16(g.weight.n_in) / 16, n_chunks = (n_blocks + kChunkBlocks - 1) / kChunkBlocks;
   const Chunks chunks = chunks_of(n_chunks, rank, n_ctas);
-  float *sums = n_ctas == 1 ? (float *)memory : (float *)(memory + a.n_stages * S::kBytes + kBarrierBytes);  // alone: when the ring has been read
+  float *sums = n_ctas == 1 ? (float *)memory : (float *)(memory + a.n_stages * stage_bytes + kBarrierBytes);  // alone: when the ring has been read
   const int n_each = N / n_ctas;  // rows that a CTA finishes
   float *scratch = sums + (n_ctas == 1 ? N * kSumStride : n_each * row_floats(n_chunks));
   if (threadIdx.x == 0) {
@@ -128,7 +135,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp == kConsumers / 32) {
     const int end_stage = min(chunks.end * kChunkStages, (n_blocks + kStageBlocks - 1) / kStageBlocks);
-    produce<W, N>(g, ring, first_panel, first_row / 8, chunks.first * kChunkStages, end_stage);
+    if (elected()) produce<W, N>(g, ring, first_panel, a.tile_panels, first_row / 8, chunks.first * kChunkStages, end_stage);
     if (n_ctas == 1) return;
     __syncwarp();
     cluster_wait();
@@ -165,7 +172,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
     cluster_sync();
   }
   const int begin = n_each * rank, end = min(begin + n_each, g.n_rows - first_row);
-  const TileRows<W::kInt8> rows{g, first_panel, first_row, begin + warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
+  const TileRows<W::kInt8> rows{g, first_panel, a.tile_panels, first_row, begin + warp, end, kConsumers / 32, scratch + warp * kMaxHeadDim};
   rows.finish([&](int row) {
     if (n_ctas == 1) return *(const float4 *)(sums + row * kSumStride + lane_id() * 4);
     return add_chunks(sums + (row - begin) * row_floats(n_chunks) + lane_id() * 4, n_chunks);
@@ -173,40 +180,47 @@ __global__ void __launch_bounds__(kCtaThreads, 2) gemm_wgmma(const WgmmaArgs a) 
 #endif
 }
 
-// How a product is cut: CTAs of a cluster, and what each keeps in shared memory.
+// How a product is cut: panels of a tile, CTAs of a cluster, and what each keeps in shared memory.
 struct Cut {
-  int cluster, n_stages, nbytes;
+  int tile_panels, cluster, n_stages, nbytes;
 };
 
+int n_tiles_of(const GemmArgs &args, int tile_panels) { return (args.weight.n_out / kPanelRows + tile_panels - 1) / tile_panels; }
+
 template <class W, int N>
-Cut cut_of(const tl_context &context, const GemmArgs &args, int n_tiles) {
+Cut cut_of(const tl_context &context, const GemmArgs &args, int n_row_tiles) {
+  using S = Stage<W, N>;
   constexpr int kSumBytes = N * kSumStride * 4;
   const int n_chunks = n_chunks_of(args.weight.n_in), scratch = args.epilogue.kind == kPlace ? kConsumers / 32 * kMaxHeadDim * 4 : 0;
   const int half = context.max_shared_nbytes / 2 - 1024;  // so that two CTAs share a multiprocessor
   Cut best{};
   float least = 0.0f;
-  for (int c = 1; c <= std::min(kMaxCluster, n_chunks); c *= 2) {
-    const int most_chunks = (n_chunks + c - 1) / c;
+  const auto consider = [&](int tile_panels, int c) {
+    const int stage_bytes = tile_panels * S::kPanelBytes + S::kRowBytes, most_chunks = (n_chunks + c - 1) / c;
     const int behind = kBarrierBytes + (c == 1 ? 0 : N / c * row_floats(n_chunks) * 4 + scratch);
-    const int most = behind + kFewestStages * Stage<W, N>::kBytes <= half ? half : context.max_shared_nbytes;
-    const int n_stages = std::min(kMaxStages, (most - behind) / Stage<W, N>::kBytes);
-    if (n_stages < kFewestStages) continue;
-    const int nbytes = std::max(n_stages * Stage<W, N>::kBytes + behind, kSumBytes + scratch);
-    // Chunks that the busiest multiprocessor sums, with what a CTA costs beside its chunks, and a wider cluster.
-    const int n_each = (n_tiles * c + context.n_multiprocessors - 1) / context.n_multiprocessors;
-    const float cost = n_each * (most_chunks + 0.75f) + 0.2f * c;
-    if (!best.cluster || cost < least) best = {c, n_stages, nbytes}, least = cost;
-  }
+    const int beyond = (kTilePanels - tile_panels) * S::kPanelBytes;  // of the last stage the tensor cores read whole tiles
+    const int most = (behind + beyond + kFewestStages * stage_bytes <= half ? half : context.max_shared_nbytes) - behind - beyond;
+    const int n_stages = std::min(kMaxStages, most / stage_bytes);
+    if (n_stages < kFewestStages) return;
+    // Chunks of whole tiles that the busiest multiprocessor sums, with what a CTA costs beside its chunks, and a wider cluster.
+    const int n_each = (n_row_tiles * n_tiles_of(args, tile_panels) * c + context.n_multiprocessors - 1) / context.n_multiprocessors;
+    const float cost = n_each * (most_chunks * (float)tile_panels / kTilePanels + 0.75f) + 0.2f * c;
+    if (best.cluster && cost >= least) return;
+    best = {tile_panels, c, n_stages, std::max(n_stages * stage_bytes + behind + beyond, kSumBytes + scratch)};
+    least = cost;
+  };
+  for (int c = 1; c <= std::min(kMaxCluster, n_chunks); c *= 2) consider(kTilePanels, c);
+  for (int panels = kTilePanels - 2; panels && args.epilogue.kind != kPlace; panels -= 2) consider(panels, 1);  // heads are not cut
   if (!best.cluster) throw std::length_error("a product needs more shared memory than this device has");
   return best;
 }
 
 template <class W, int N>
 void launch_tile(const Launcher &launcher, const GemmArgs &args) {
-  const int n_row_tiles = (args.n_rows + N - 1) / N, n_output_tiles = (args.weight.n_out / kPanelRows + kTilePanels - 1) / kTilePanels;
-  const Cut cut = cut_of<W, N>(launcher.context, args, n_row_tiles * n_output_tiles);
-  launcher.launch(gemm_wgmma<W, N>, Shape{dim3(n_row_tiles * cut.cluster, n_output_tiles), kCtaThreads, cut.nbytes, cut.cluster},
-                  WgmmaArgs{args, cut.n_stages});
+  const int n_row_tiles = (args.n_rows + N - 1) / N;
+  const Cut cut = cut_of<W, N>(launcher.context, args, n_row_tiles);
+  launcher.launch(gemm_wgmma<W, N>, Shape{dim3(n_row_tiles * cut.cluster, n_tiles_of(args, cut.tile_panels)), kCtaThreads, cut.nbytes, cut.cluster},
+                  WgmmaArgs{args, cut.n_stages, cut.tile_panels});
 }
 
 template <class W>
@@ -220,6 +234,7 @@ void launch_with(const Launcher &launcher, const GemmArgs &args) {
 
 void launch_gemm_wgmma(const Launcher &launcher, const GemmArgs &args) {
   if (gemm_takes_tiles(launcher.context, args)) return launch_gemm_tiles(launcher, args);
+  if (gemm_takes_gates(args)) return launch_gemm_gated(launcher, args);
   switch (args.weight.dtype) {
     case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, args);
     case TL_F16: return launch_with<FloatWeights<F16>>(launcher, args);

@@ -30,6 +30,7 @@ class Lowering {
 
  private:
   void lower() {
+    plan_spans();
     start_program();
     if (b_.sections & TL_RUN_PRELUDE)
       section(0, TL_STAGE_PRELUDE);
@@ -90,7 +91,8 @@ class Lowering {
   }
 
   void add_op(RowOpKind kind, const float *p = nullptr, int stride = 0, float factor = 0.0f, uint64_t seed = 0) {
-    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise) {  // what was there is overwritten, unless stored
+    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise ||
+        kind == kRowSums) {  // what was there is overwritten, unless stored
       if (program_.n_ops && program_.op[program_.n_ops - 1].kind != kRowStore) program_.n_ops = 0;
     }
     program_.op[program_.n_ops++] = RowOp{kind, stride, p, factor, seed};
@@ -131,6 +133,10 @@ class Lowering {
       GemvArgs g = {weight, bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
       if (program) g.program = *program;
       return n_rows == 1 ? keep(g) : launch_gemv(launcher(), g);
+    }
+    if (epilogue.kind == kToSums) {
+      sums_ = launch_gemm_sums(launcher(), weight, bias, n_rows, source, epilogue.out);
+      return;
     }
     const GemmArgs g{weight, bias, n_rows, source, epilogue, place_};
     return path == Path::kF32 ? launch_gemm_f32(launcher(), g) : launch_gemm(launcher(), g);
@@ -221,13 +227,17 @@ class Lowering {
     place_.turn_scale = 1.0f / __builtin_sqrtf((float)place_.turn);
     if (b_.sections & TL_RUN_REBUILD) return rebuild(f);
     place_.n_clamped = (unsigned long long *)(p_.memory + p_.scratch.n_clamped);
-    placed_ = path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
+    const bool sums = leaves_sums_here(f);
+    placed_ = !sums && path_of(f.weight, n_rows_) == Path::kGemm && gemm_places(p_.context, matrix_of(f.weight), place_);
     Epilogue to_qkv = {};
-    to_qkv.kind = placed_ ? kPlace : kToRows;
-    to_qkv.out = p_.buffer(p_.scratch.qkv);
+    to_qkv.kind = sums ? kToSums : placed_ ? kPlace : kToRows;
+    to_qkv.out = p_.buffer(sums ? p_.scratch.sums : p_.scratch.qkv);
     to_qkv.stride = f.weight.n_out;
     product_of_rows(f, n_rows_, to_qkv, true);
+    if (sums) place_.sums = sums_;
   }
+
+  bool leaves_sums_here(const tl_phase &f) const { return path_of(f.weight, n_rows_) == Path::kGemm && leaves_sums(p_, f, n_rows_); }
 
   // The rows' operands of a QKV phase to their pages, or from there.
   void move_operands(const tl_phase &f, const Operand &operand, bool loads) {
@@ -252,21 +262,44 @@ class Lowering {
     launch_place(launcher(), place_);
   }
 
+  // ---- attention
+
+  int window_of(const tl_phase &f) const { return b_.window && f.window ? std::min(b_.window, f.window) : b_.window + f.window; }
+
+  // Whether queries are enough for the attention of many rows.
+  bool fills() const {
+    constexpr int kEnoughTiles = 64;
+    return (n_rows_ * (d_.n_heads / d_.n_kv_heads) + 63) / 64 * d_.n_kv_heads >= kEnoughTiles;
+  }
+
+  // Rows that are all asked for are mostly of as many sequences, and share no keys.
+  bool shares_keys() const { return n_rows_ > 1 && 2 * b_.n_out <= n_rows_ && !b_.decode; }
+
+  // For attention of some rows: the windows of the layers, and what is found for each at the beginning.
+  void plan_spans() {
+    if (!shares_keys() || fills() || (b_.sections & TL_RUN_REBUILD) || !attends_by_states(p_.context, d_, n_rows_)) return;
+    for (const tl_phase &f : p_.phases) {
+      if (f.kind != TL_PHASE_ATTEND || (int)windows_.size() == kMaxWindows) continue;
+      if (std::find(windows_.begin(), windows_.end(), window_of(f)) == windows_.end()) windows_.push_back(window_of(f));
+    }
+    const Rows rows{b_.pos, b_.seq, b_.page_table, n_rows_, 0, d_.table_stride};
+    launch_plan_spans(launcher(), rows, d_, windows_, p_.memory + p_.scratch.states);
+  }
+
   void attend(const tl_phase &f, const tl_phase &out) {
-    const int group = d_.n_heads / d_.n_kv_heads, a = b_.window, w = f.window;
+    const int group = d_.n_heads / d_.n_kv_heads;
     AttendArgs args = {};
     args.place = place_;
-    args.window = a && w ? std::min(a, w) : a + w;
+    args.window = window_of(f);
     args.scale = 1.44269504f / __builtin_sqrtf((float)d_.head_dim);
     args.out = operand_of(p_.scratch.attn, out.weight, n_rows_);
     args.place_here = n_rows_ == 1 && d_.qk_norm != TL_QK_NORM_FULL && d_.kv_dtype != TL_F32;
     if (!args.place_here && !placed_) launch_place(launcher(), place_);
     if (d_.kv_dtype == TL_F32) return launch_attend_f32(launcher(), args);
-    constexpr int kEnoughTiles = 64;
-    const bool fills = (n_rows_ * group + 63) / 64 * d_.n_kv_heads >= kEnoughTiles, one_sequence = 2 * b_.n_out <= n_rows_;
-    if (fills && !b_.decode && (launch_attend_wide(launcher(), args) || launch_attend_tile(launcher(), args))) return;
-    // Rows that are all asked for are mostly of as many sequences, and share no keys.
-    if (n_rows_ > 1 && one_sequence && !b_.decode && launch_attend_few(launcher(), args)) return;
+    if (fills() && !b_.decode && (launch_attend_wide(launcher(), args) || launch_attend_tile(launcher(), args))) return;
+    const auto window = std::find(windows_.begin(), windows_.end(), args.window);
+    if (window != windows_.end()) return launch_attend_states(launcher(), args, window - windows_.begin(), p_.memory + p_.scratch.states);
+    if (shares_keys() && launch_attend_few(launcher(), args)) return;
     args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
     if (args.place_here) return keep(args);
     launch_attend_split(launcher(), args);
@@ -274,6 +307,18 @@ class Lowering {
 
   void residual(const tl_phase &f, uint64_t source) {
     const bool onto_x = f.block_norm == TL_NORM_PRE, branch = f.block_norm == TL_NORM_SANDWICH || f.block_norm == TL_NORM_POST;
+    if (leaves_sums_here(f)) {
+      Epilogue to_sums = {};
+      to_sums.kind = kToSums;
+      to_sums.out = p_.buffer(p_.scratch.sums);
+      product(f, n_rows_, operand_of(source, f.weight, n_rows_), nullptr, to_sums);
+      program_.sums = sums_;
+      add_op(kRowSums);
+      if (!branch) add_op(kRowAdd, x(current_), p_.dim_pad);
+      if (!onto_x) add_op(kRowNorm, f.post_norm);
+      if (branch) add_op(kRowAdd, x(current_), p_.dim_pad);
+      return;
+    }
     Epilogue to = {};
     to.kind = branch ? kToRows : kAddToRows;
     to.out = onto_x ? x(current_) : y();
@@ -335,6 +380,8 @@ class Lowering {
   bool changed_ = false;  // whether that differs
   PlaceArgs place_{};     // of the latest QKV phase
   bool placed_ = false;   // whether its product has done the work already
+  ChunkSums sums_{};      // that the latest product has left
+  std::vector<int> windows_;  // of the layers, where attention goes through states
   std::vector<StepPart> parts_;  // kept back
   std::vector<int> loops_;       // how many were, where each core loop began and the last one ended
 };

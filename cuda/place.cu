@@ -15,6 +15,17 @@ TL_DEVICE float inverse_of_all(const PlaceArgs &a, int row, int first_head, int 
   return inverse_rms(block_sum(sum, partial), n_heads * a.head_dim, a.eps);
 }
 
+// A raw head from the sums of its chunks, by a warp.
+TL_DEVICE void add_head(const PlaceArgs &a, int row, int head, float *v) {
+  __syncwarp();
+  for (int i = lane_id() * 4; i < a.kv.head_pad; i += 128) {
+    float y[4];
+    add_chunks<8>(y, a.sums, row, head * a.kv.head_pad + i);
+    *(float4 *)(v + i) = make_float4(y[0], y[1], y[2], y[3]);
+  }
+  __syncwarp();
+}
+
 // Hands a finished head on as codes.
 template <class Kv>
 TL_DEVICE void hand_codes(const PlaceArgs &a, int row, int head, const float *v, int page, int slot) {
@@ -36,9 +47,10 @@ TL_DEVICE void hand_codes(const PlaceArgs &a, int row, int head, const float *v,
 }
 
 template <class Kv>
-__global__ void __launch_bounds__(kThreads) place(const PlaceArgs a) {
+__global__ void __launch_bounds__(kThreads, 2) place(const PlaceArgs a) {
   float *shared = shared_memory<float>(), *v = shared + warp_id() * kMaxHeadDim, *partial = shared + kWarps * kMaxHeadDim;
   let_next_kernel_start();
+  touch_arguments(a);
   const int row = blockIdx.x, pos = a.rows.pos[row], n_heads = a.n_heads + 2 * a.n_kv_heads;
   const int page = pos < 0 ? -1 : page_of(a.rows, a.rows.seq[row], pos);
   Pairs angle;
@@ -50,7 +62,9 @@ __global__ void __launch_bounds__(kThreads) place(const PlaceArgs a) {
     inverse_k = inverse_of_all(a, row, a.n_heads, a.n_kv_heads, partial + kWarps);
   }
   for (int head = a.first_head + blockIdx.y * kWarps + warp_id(); head < n_heads; head += gridDim.y * kWarps) {
-    finish_head(a, raw_head(a, row, head), head, angle, head < a.n_heads ? inverse_q : inverse_k, v);
+    const float *from = a.sums.data ? v : raw_head(a, row, head);
+    if (a.sums.data) add_head(a, row, head, v);
+    finish_head(a, from, head, angle, head < a.n_heads ? inverse_q : inverse_k, v);
     if constexpr (Kv::kQuantised) {
       hand_codes<Kv>(a, row, head, v, page, pos % TL_PAGE_POSITIONS);
     } else {

@@ -4,6 +4,7 @@
 
 #include "codes.cuh"
 #include "launch.h"
+#include "sums.cuh"
 
 namespace tl {
 
@@ -20,6 +21,7 @@ struct PlaceArgs {
   Rows rows;
   KvLayer kv;
   const float *qkv;       // (n_rows, n_heads + 2 n_kv_heads, head_pad): the product's outputs
+  ChunkSums sums;         // or what they are the sums of, where no norm goes over several heads
   int32_t n_heads, n_kv_heads, head_dim;
   int32_t first_head;     // heads before it are not there: q, where K and V are rebuilt
   int32_t qk_norm;        // TL_QK_NORM_*

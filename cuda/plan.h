@@ -15,6 +15,8 @@ struct Scratch {
   uint64_t x[2], e, y, qkv, q;
   uint64_t operand, attn, hidden;  // right operands: of products from x, of OUT, of DOWN
   uint64_t logits, sample_work, n_clamped;
+  uint64_t sums;   // of K-chunks (sums.cuh)
+  uint64_t states;  // of attention (attend_states.cu)
   uint64_t step;  // tasks, and words that they hand over (step.cu)
   uint64_t nbytes;
 };
@@ -36,6 +38,9 @@ struct tl_plan {
 };
 
 namespace tl {
+
+// Whether a phase's product of some rows, on tiles, may leave sums to the kernel after it.
+bool leaves_sums(const tl_plan &plan, const tl_phase &phase, int n_rows);
 
 // Enqueues a batch that tinyloop_check.h has accepted: kernel launches only, so that a stream capture can record it.
 void enqueue_batch(tl_plan &plan, const tl_batch &batch, cudaStream_t stream);

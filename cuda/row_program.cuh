@@ -6,10 +6,11 @@
 
 #include "math.cuh"
 #include "philox.h"
+#include "sums.cuh"
 
 namespace tl {
 
-enum RowOpKind { kRowLoad, kRowAdd, kRowNorm, kRowStore, kRowEmbed, kRowZero, kRowNoise };
+enum RowOpKind { kRowLoad, kRowAdd, kRowNorm, kRowStore, kRowSums, kRowEmbed, kRowZero, kRowNoise };
 
 struct RowOp {
   int32_t kind;
@@ -30,17 +31,21 @@ struct RowProgram {
   const int32_t *token;       // embed
   const int32_t *pos;         // noise
   Matrix embedding;
+  ChunkSums sums;             // sums: a product's outputs, to be added up; only as the first operation
   const float *tail;          // appended to the operand: (rows, dim), stride tail_stride; or NULL
   int32_t tail_stride;
 };
 
-// Whether a program may run at the head of a product.
-inline bool fits_gemv(const RowProgram &p) {
+inline bool has_sums(const RowProgram &p) { return p.n_ops && p.op[0].kind == kRowSums; }
+
+// Whether its rows are whole quads, and come from rows or sums: what may run at the head of a product, but for sums.
+inline bool is_plain(const RowProgram &p) {
   for (int o = 0; o < p.n_ops; o++)
-    if (p.op[o].kind > kRowStore || p.op[o].stride % 4 || (uint64_t)p.op[o].p % 16) return false;
+    if (p.op[o].kind > kRowSums || p.op[o].stride % 4 || (uint64_t)p.op[o].p % 16) return false;
   if (p.tail && (p.tail_stride % 4 || (uint64_t)p.tail % 16)) return false;
   return p.dim % 4 == 0 && p.dim <= 4 * kThreads * kGemvQuads;
 }
+inline bool fits_gemv(const RowProgram &p) { return is_plain(p) && !has_sums(p); }
 
 TL_DEVICE int quad_index(int j) { return 4 * ((int)threadIdx.x + kThreads * j); }
 
@@ -129,11 +134,37 @@ TL_DEVICE void norm_quads(float4 (&v)[kQuads], const Weight &weight, int n, floa
   }
 }
 
+// What a program that begins with sums begins with: these, added up, and the row that is added next, where one is.
+struct NoSums {
+  template <int kQuads>
+  TL_DEVICE_MEMBER int begin(float4 (&)[kQuads]) const {
+    return 0;
+  }
+};
+template <int kQuads, bool kAligned>
+struct SummedRow {
+  const float *sums;  // shared
+  int n;
+  bool adds = false;
+  float4 added[kQuads];
+  TL_DEVICE_MEMBER void load(const RowProgram &p, int from) {
+    adds = p.n_ops > 1 && p.op[1].kind == kRowAdd;
+    if (adds) load_quads<kQuads, kAligned>(added, p.op[1].p + (int64_t)from * p.op[1].stride, p.dim);
+  }
+  TL_DEVICE_MEMBER int begin(float4 (&v)[kQuads]) const {  // how many operations more that is
+    load_quads<kQuads, kAligned>(v, sums, n);
+    if (!adds) return 0;
+#pragma unroll
+    for (int j = 0; j < kQuads; j++) v[j] = make_float4(v[j].x + added[j].x, v[j].y + added[j].y, v[j].z + added[j].z, v[j].w + added[j].w);
+    return 1;
+  }
+};
+
 // Runs the program for one row, leaving each thread's values in `v` (padding zero); stores only where `storing`. kPlain:
-// the program passes fits_gemv. `partial`: 2 * kWarps shared floats.
-template <int kQuads, bool kPlain>
+// is_plain(p). `partial`: 2 * kWarps shared floats.
+template <int kQuads, bool kPlain, class Sums = NoSums>
 TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float4 (&v)[kQuads], float *partial,
-                               const EarlyNorm<kQuads, kPlain> &early) {
+                               const EarlyNorm<kQuads, kPlain> &early, const Sums &sums = {}) {
   const int n = p.dim, from = p.source_row ? p.source_row[row] : row;
   int n_norms = 0;
 #pragma unroll 1
@@ -159,6 +190,8 @@ TL_DEVICE void run_row_program(const RowProgram &p, int row, bool storing, float
 #pragma unroll
       for (int j = 0; j < kQuads; j++)
         if (storing && quad_index(j) < n) store_quad<kPlain>(to, quad_index(j), n, v[j]);
+    } else if (op.kind == kRowSums) {
+      o += sums.begin(v);
     } else if (!kPlain) {
 #pragma unroll 1
       for (int i = quad_index(0); i < n; i += 4 * kThreads) {

@@ -14,7 +14,8 @@ constexpr int kTileOutputs = 128;
 template <bool kInt8>
 struct TileRows {
   const GemmArgs &g;
-  int first_panel, first_row;  // of the tile, in the product
+  int first_panel, n_panels;  // of the tile; the last ones may not exist
+  int first_row;              // of the tile, in the product
   int begin, end, step;        // rows of the tile
   float *scratch;              // kMaxHeadDim shared floats of this warp
 
@@ -37,7 +38,7 @@ struct TileRows {
 
  private:
   TL_DEVICE_MEMBER int output() const { return first_panel * kPanelRows + lane_id() * 4; }
-  TL_DEVICE_MEMBER bool exists() const { return output() < g.weight.n_out; }
+  TL_DEVICE_MEMBER bool exists() const { return output() < min(g.weight.n_out, (first_panel + n_panels) * kPanelRows); }
   TL_DEVICE_MEMBER float *out(int row) const { return g.epilogue.out + (int64_t)(first_row + row) * g.epilogue.stride + output(); }
 
   TL_DEVICE_MEMBER float4 complete(float4 y) const {
@@ -93,7 +94,7 @@ struct TileRows {
     float *to = out(row);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (output() + i < g.epilogue.n_valid) to[i] = scale_softcap(a[i], g.epilogue.scale, g.epilogue.cap);
+      if (exists() && output() + i < g.epilogue.n_valid) to[i] = scale_softcap(a[i], g.epilogue.scale, g.epilogue.cap);
   }
 
   // Whether q and k are not normed, and whole heads turn by halves: what takes no scratch memory.

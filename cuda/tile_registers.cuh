@@ -3,7 +3,7 @@
 // The numbers are those of epilogue.cuh and place.cuh.
 #pragma once
 
-#include "gemm_stages.cuh"
+#include "gates.cuh"
 
 namespace tl {
 
@@ -36,7 +36,7 @@ inline TileEnd tile_end(const GemmArgs &g) {
   const Epilogue &e = g.epilogue;
   if (e.kind == kToRows || e.kind == kAddToRows) return TileEnd::kRows;
   if (g.weight.n_in <= TL_K_CHUNK) return TileEnd::kByRow;  // there is no first chunk before the last
-  if (e.kind == kActivate && e.gated && e.operand.dtype != TL_F32 && e.operand.layout == kOperandTiles) return TileEnd::kGated;
+  if (takes_gates(e)) return TileEnd::kGated;
   if (e.kind != kPlace || !turns_halves(g.place)) return TileEnd::kByRow;
   return g.place.kv.dtype == TL_BF16 ? TileEnd::kPlaceBf16 : TileEnd::kPlaceF16;
 }
@@ -93,7 +93,8 @@ struct TileRegisters {
   TL_DEVICE_MEMBER void finish(TileSums &y, const Early &early, int part) const {
     complete(y, part);
     if constexpr (kEnd == TileEnd::kRows) store_rows(y, early, part);
-    if constexpr (kEnd == TileEnd::kGated) store_gated(y, part);
+    if constexpr (kEnd == TileEnd::kGated)
+      store_gates<kEndSums>(g.epilogue, y, kEndSums * part, {tile.first_panel, g.weight.n_out / kPanelRows, tile.first_row, g.n_rows}, warp);
     if constexpr (kEnd == TileEnd::kPlaceBf16) place<Bf16>(y, early, part);
     if constexpr (kEnd == TileEnd::kPlaceF16) place<F16>(y, early, part);
   }
@@ -134,7 +135,7 @@ struct TileRegisters {
     const float *addend = g.epilogue.addend + first_at();
 #pragma unroll
     for (int i = 0; i < kEndSums; i++)
-      if (kWhole || exists(kEndSums * part + i)) early[i] = load_l2(addend + at(kEndSums * part + i));
+      if (kWhole || exists(kEndSums * part + i)) early[i] = load_fresh(addend + at(kEndSums * part + i));
   }
 
   template <bool kAdds, bool kWhole>
@@ -152,32 +153,6 @@ struct TileRegisters {
       whole() ? store_rows<true, true>(y, early, part) : store_rows<true, false>(y, early, part);
     else
       whole() ? store_rows<false, true>(y, early, part) : store_rows<false, false>(y, early, part);
-  }
-
-  // ---- gates and ups are values 0, 1 and 2, 3 of four. Two lanes exchange one, so that each has two columns of a row. kSilu: the usual
-  // activation, known before the loop.
-
-  template <class T, bool kSilu>
-  TL_DEVICE_MEMBER void store_gated(const TileSums &y, int part) const {
-    const Epilogue &e = g.epilogue;
-    const int panel = tile.first_panel + pair() * 2, act = kSilu ? (int)TL_ACT_SILU : e.act;
-    const int column = panel / 2 * 16 + warp / 4 * 8 + lane_id() / 4 / 2 * 2, first_row = tile.first_row + row_of(0) + odd();
-    uint16_t *to = (uint16_t *)e.operand.data + operand_index(e.operand, first_row, column);
-    const bool exists = panel * kPanelRows < g.weight.n_out;
-#pragma unroll
-    for (int i = kEndSums * part; i < kEndSums * (part + 1); i += 4) {
-      const float h0 = activate(act, y[i]) * y[i + 2], h1 = activate(act, y[i + 1]) * y[i + 3];
-      const float other = __shfl_xor_sync(0xffffffffu, odd() ? h0 : h1, 4);
-      if (exists && first_row + i * 2 < g.n_rows) *(uint32_t *)(to + i / 4 * 512) = T::pack(odd() ? other : h0, odd() ? h1 : other);
-    }
-  }
-
-  TL_DEVICE_MEMBER void store_gated(const TileSums &y, int part) const {
-    const bool silu = g.epilogue.act == TL_ACT_SILU;
-    if (g.epilogue.operand.dtype == TL_BF16)
-      silu ? store_gated<Bf16, true>(y, part) : store_gated<Bf16, false>(y, part);
-    else
-      silu ? store_gated<F16, true>(y, part) : store_gated<F16, false>(y, part);
   }
 
   // ---- q, k and v: values 0, 1 are of a dim's lower half and 2, 3 of its upper one. Two lanes exchange one of each, so that each has

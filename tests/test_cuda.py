@@ -153,6 +153,17 @@ def test_some_rows_attend_with_the_bits_of_one(tmp_path, kv_mode, head_dim, wind
         assert same_bits(found[0], found[1]) and (together is None or same_bits(found[0], together[0]))
 
 
+def test_some_rows_attend_within_the_window_of_each_layer(tmp_path):
+    """What attention of some rows is cut into is found once for each window that layers have, of a few; layers with others have another kernel."""
+    config = small(dim=32, ffn_dim=48, n_heads=2, n_kv_heads=2, head_dim=64, n_core=6, layer_windows=(20, 0, 100, 70, 20, 33))
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    tokens = random_tokens(config, 150)
+    with tl.Model(tmp_path / "m.tinyloop", 192, device="cuda", kv_mode="bf16") as model:
+        ones = kv_of(model, tokens, loops=1, splits=(*range(100, 108), 148, 149))
+        assert same_kv(ones, kv_of(model, tokens, loops=1, splits=(100, 108, 120)))
+        assert same_kv(ones, kv_of(model, tokens, loops=1))
+
+
 def test_a_tile_of_rows_of_several_sequences_has_the_bits_of_each(tmp_path):
     """Prompts of a batch run in the same steps: a tile of 64 queries has rows of several, each with keys of its own."""
     config = small(dim=32, ffn_dim=48, n_heads=2, n_kv_heads=1, head_dim=64, n_core=1, vocab_size=4096)

@@ -267,7 +267,6 @@ inline void ldmatrix4_transposed(uint32_t (&r)[4], shared_t row) {
 inline uint32_t pack_bf16(float lo, float hi) { return (uint32_t)emulator::bf16_of(hi) << 16 | emulator::bf16_of(lo); }
 inline uint32_t pack_f16(float lo, float hi) { return (uint32_t)emulator::f16_of(hi) << 16 | emulator::f16_of(lo); }
 inline float2 unpack_f16(uint32_t u) { return {emulator::of_f16((uint16_t)u), emulator::of_f16((uint16_t)(u >> 16))}; }
-inline float load_l2(const float *p) { return *p; }
 inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t which) {
   const uint64_t bytes = (uint64_t)b << 32 | a;
   uint32_t y = 0;
@@ -342,6 +341,8 @@ void wait_copies() {
   emulator::wait_copies(pending);
 }
 
+inline void __threadfence() {}
+inline bool elected() { return emulator::current->lane == 0; }
 inline void barrier_init(shared_t barrier, int n_arrivals) { emulator::barrier_init((uint64_t *)barrier, n_arrivals); }
 inline void barrier_init_done() {}
 inline void barrier_arrive(shared_t barrier) { emulator::barrier_arrive((uint64_t *)barrier, 0); }

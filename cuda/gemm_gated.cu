@@ -1,0 +1,91 @@
+// Matrix product of gates and ups for some batch rows on wgmma, activated where they are summed: a gate and its up output meet in one thread,
+// so that a tile ends in registers. A CTA takes all chunks of its tiles, and adds them in index order.
+#include "gates.cuh"
+#include "gemm_some.cuh"
+
+namespace tl {
+namespace {
+
+struct GatedArgs {
+  SomeArgs some;
+  const float *bias;
+  Epilogue epilogue;
+};
+
+template <class W, int N>
+__global__ void __launch_bounds__(kSomeThreads, 1) gemm_gated(const GatedArgs args) {
+#if TL_WGMMA
+  const SomeArgs &a = args.some;
+  Ring ring = begin_ring<W, N>(a);
+  let_next_kernel_start();
+  touch_arguments(args);
+  const int n_blocks = pad16(a.weight.n_in) / 16, n_chunks = (n_blocks + kChunkBlocks - 1) / kChunkBlocks;
+  const Items items = items_of(a, n_chunks, blockIdx.x, gridDim.x);
+  const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
+  if (warp == kConsumers / 32) {
+    if (elected()) produce<W, N>(a, ring, items, n_chunks);
+    return;
+  }
+  const auto release = [&](int slot) {
+    if (lane_id() == 0) barrier_arrive(ring.empty + slot * 8);
+  };
+  wait_for_previous_kernel();  // what was in memory has been read
+#pragma unroll 1
+  for (int item = items.first; item < items.end; item += n_chunks) {
+    const int first_panel = item / n_chunks * a.tile_panels, end_panel = min(first_panel + a.tile_panels, a.weight.n_out / kPanelRows);
+    const int output = first_panel * kPanelRows + output_of(warp, 0);
+    float scale[2] = {1.0f, 1.0f}, bias[2] = {0.0f, 0.0f}, total[N / 2], sum[N / 2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (output + h * kPanelRows >= end_panel * kPanelRows) continue;
+      if (W::kInt8) scale[h] = a.weight.scales[output + h * kPanelRows];
+      if (args.bias) bias[h] = args.bias[output + h * kPanelRows];
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) total[i] = sum[i] = 0.0f;
+#pragma unroll 1
+    for (int left = n_blocks; left > 0; left -= kChunkBlocks) {
+      if (left >= kChunkBlocks)
+        sum_chunk<W, N>(sum, ring, warp, release);
+      else
+        sum_short_chunk<W, N>(sum, ring, warp, left, release);
+#pragma unroll
+      for (int i = 0; i < N / 2; i++) total[i] = total[i] + sum[i];
+    }
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      if (W::kInt8) total[i] = total[i] * scale[i % 4 / 2];
+      if (args.bias) total[i] = total[i] + bias[i % 4 / 2];
+    }
+    store_gates<N / 2>(args.epilogue, total, 0, {first_panel, end_panel, 0, a.n_rows}, warp);
+  }
+#endif
+}
+
+template <class W, int N>
+void launch_tile(const Launcher &launcher, GatedArgs args) {
+  const Shape shape = cut_some<W, N>(launcher.context, args.some);
+  launcher.launch(gemm_gated<W, N>, shape, args);
+}
+
+template <class W>
+void launch_with(const Launcher &launcher, const GatedArgs &args) {
+  if (args.some.n_rows <= 16) return launch_tile<W, 16>(launcher, args);
+  if (args.some.n_rows <= 32) return launch_tile<W, 32>(launcher, args);
+  return launch_tile<W, 64>(launcher, args);
+}
+
+}  // namespace
+
+bool gemm_takes_gates(const GemmArgs &args) { return args.n_rows <= kMaxSumRows && takes_gates(args.epilogue); }
+
+void launch_gemm_gated(const Launcher &launcher, const GemmArgs &args) {
+  const GatedArgs gated{{args.weight, args.source, args.n_rows, 0, 0, 0, true}, args.bias, args.epilogue};
+  switch (args.weight.dtype) {
+    case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, gated);
+    case TL_F16: return launch_with<FloatWeights<F16>>(launcher, gated);
+    default: return launch_with<Int8Weights>(launcher, gated);
+  }
+}
+
+}  // namespace tl
