@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1) gemm_tiles(const TilesArgs a) 
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
     give_registers<40>();
-    if (warp == kConsumers / 32 && elected()) produce<W, kDown>(a, ring, panel_distance(a.gemm, kEnd));
+    if (warp == kConsumers / 32) produce<W, kDown>(a, ring, panel_distance(a.gemm, kEnd));
     if (places(kEnd) && warp == kConsumers / 32 + 1) find_places<kDown>(a, (RowPlace *)behind);
     if (warp > kConsumers / 32) await_input(a);
     __syncwarp();

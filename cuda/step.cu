@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   __syncthreads();
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
-    const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
-    if (warp == kWarps && elected()) stream_step(a, {ring, a.in_flight, pass_policy(), {}, {}}, held, cta, pos, tables);
+    if (threadIdx.x == kThreads) stream_step(a, {ring, a.in_flight, pass_policy(), {}, {}}, held, cta, pos, tables);
     return;
   }
 

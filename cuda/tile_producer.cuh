@@ -41,18 +41,16 @@ TL_DEVICE void await_input(const TilesArgs &a) {
   if (a.order == kLeads) let_next_kernel_start();
 }
 
-// The producer, one lane of its warp: the CTA's half of the panels and its share of the rows, for all CTAs that multiply them. The
+// The producer warp: lanes 0..3 their half of the panels, lane 4 its share of the rows, for all CTAs that multiply them. The
 // weights of the first stages do not wait for the kernel before this one.
 template <class W, int kDown>
 TL_DEVICE void produce(const TilesArgs &a, Ring ring, int distance) {
   using S = Stage<W, kRows>;
   constexpr int kOwnPanels = kTilePanels / kSide, kCluster = kSide * kDown;
   const GemmArgs &g = a.gemm;
-  const int rank = cluster_rank(), n_stages = (pad16(g.weight.n_in) + kStageColumns - 1) / kStageColumns, own_panel = rank % kSide * kOwnPanels;
-  const int panel_bytes = (int)panel_nbytes(g.weight.dtype, g.weight.n_in), row_step = g.source.n_groups * kGroupBytes;
-  uint32_t places = 0;  // of the panels in a stage, a byte each: registers are few here
-#pragma unroll
-  for (int i = 0; i < kOwnPanels; i++) places |= panel_place(own_panel + i, distance) << 8 * i;
+  const int rank = cluster_rank(), lane = lane_id(), n_stages = (pad16(g.weight.n_in) + kStageColumns - 1) / kStageColumns;
+  const int64_t panel_bytes = panel_nbytes(g.weight.dtype, g.weight.n_in), row_step = (int64_t)g.source.n_groups * kGroupBytes;
+  const int own_panel = rank % kSide * kOwnPanels + lane, own_place = panel_place(own_panel, distance) * S::kPanelBytes;
   bool waited = false;
   ring.parity = 1;  // of slots that nobody has used yet
 #pragma unroll 1
@@ -61,19 +59,18 @@ TL_DEVICE void produce(const TilesArgs &a, Ring ring, int distance) {
     const int n_panels = max(0, min(kTilePanels, g.weight.n_out / kPanelRows - tile.first_panel));
     const int n_groups = max(0, min(kRows / 8, g.source.n_groups - tile.first_row / 8));
     const int own_group = n_groups * (rank / kSide) / kDown, own_row_bytes = (n_groups * (rank / kSide + 1) / kDown - own_group) * kGroupBytes;
-    const uint8_t *weights = g.weight.data + (int64_t)(tile.first_panel + own_panel) * panel_bytes;
+    const uint8_t *weights = g.weight.data + (tile.first_panel + own_panel) * panel_bytes;
     const uint8_t *rows = (const uint8_t *)g.source.data + (int64_t)(tile.first_row / 8 + own_group) * kGroupBytes;
     const auto request_weights = [&](int stage, int slot) {
-      const int nbytes = min(S::kPanelBytes, panel_bytes - stage * S::kPanelBytes);
-      const shared_t to = ring.memory + slot * S::kBytes, full = ring.full + slot * 8;
-      const uint8_t *from = weights + stage * S::kPanelBytes;
-      barrier_arrive_expecting(full, n_panels * nbytes + n_groups * kGroupBytes);
-#pragma unroll
-      for (int i = 0; i < kOwnPanels; i++, from += panel_bytes)
-        if (own_panel + i < n_panels) copy_bulk_to(to + (places >> 8 * i) % 256 * S::kPanelBytes, from, nbytes, full, same_weights(rank));
+      const int nbytes = (int)min((int64_t)S::kPanelBytes, panel_bytes - (int64_t)stage * S::kPanelBytes);
+      if (lane == 0) barrier_arrive_expecting(ring.full + slot * 8, n_panels * nbytes + n_groups * kGroupBytes);
+      __syncwarp();
+      if (lane < kOwnPanels && own_panel < n_panels)
+        copy_bulk_to(ring.memory + slot * S::kBytes + own_place, weights + (int64_t)stage * S::kPanelBytes, nbytes, ring.full + slot * 8,
+                     same_weights(rank));
     };
     const auto request_rows = [&](int stage, int slot) {
-      if (own_row_bytes)
+      if (lane == kOwnPanels && own_row_bytes)
         copy_bulk_to(ring.memory + slot * S::kBytes + S::kWeightBytes + own_group * kGroupBytes, rows + stage * row_step, own_row_bytes,
                      ring.full + slot * 8, same_rows<kDown>(rank));
     };
