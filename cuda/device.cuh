@@ -290,58 +290,8 @@ TL_DEVICE void let_next_kernel_start() {
 #endif
 }
 
-// ---- flagged words: eight bytes that one CTA hands to another, stored and loaded together with the flag that tells which they are
-
-struct Flagged {
-  uint64_t data, flag;
-};
-TL_DEVICE void store_flagged(void *to, uint64_t data, uint64_t flag) {
-  asm volatile("{\n.reg .b128 w;\nmov.b128 w, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], w;\n}" ::"l"(to), "l"(data), "l"(flag) : "memory");
-}
-TL_DEVICE Flagged load_flagged(const void *from) {
-  Flagged w;
-  asm volatile("{\n.reg .b128 w;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {%0, %1}, w;\n}" : "=l"(w.data), "=l"(w.flag) : "l"(from) : "memory");
-  return w;
-}
-// The first `count` of n words, word i from at(i): asked for; and then, once all have the flag, there. The rest are 0. (What is set on some
-// paths only would be live, in a register, ever since the kernel began.)
-template <int n, class At>
-TL_DEVICE void ask_words(Flagged (&w)[n], int count, const At &at) {
-#pragma unroll
-  for (int i = 0; i < n; i++) {
-    w[i] = {0, 0};
-    if (i < count) w[i] = load_flagged(at(i));
-  }
-}
-template <int n, class At>
-TL_DEVICE void await_words(uint64_t (&data)[n], Flagged (&w)[n], int count, uint64_t flag, const At &at) {
-  for (bool missing = true; missing;) {
-    missing = false;
-#pragma unroll
-    for (int i = 0; i < n; i++)
-      if (i < count && w[i].flag != flag) {
-        w[i] = load_flagged(at(i));
-        missing = true;
-      }
-  }
-#pragma unroll
-  for (int i = 0; i < n; i++) data[i] = w[i].data;
-}
-template <int n, class At>
-TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
-  Flagged w[n];
-  ask_words(w, count, at);
-  await_words(data, w, count, flag, at);
-}
 // What this thread wrote to shared memory comes before bulk copies to it that are asked for later.
 TL_DEVICE void fence_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// threadIdx.x, of which the compiler does not know that it is always the same: what it works out from it in a loop stays there.
-TL_DEVICE int thread_now() {
-  int t;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
-  return t & 1023;  // not negative: divisions are shifts
-}
 
 // A barrier of some of a CTA's warps: id 1..15, n_threads a multiple of 32.
 TL_DEVICE void sync_threads(int id, int n_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory"); }

@@ -3,6 +3,7 @@
 
 #include "attend.cuh"
 #include "gemv.cuh"
+#include "step_words.cuh"
 
 namespace tl {
 
