@@ -99,15 +99,11 @@ TL_DEVICE float2 unpack_f16(uint32_t u) {
 }
 // Four bytes of a (0..3) and b (4..7): a hexadecimal digit of `which` for each, the lowest first.
 TL_DEVICE uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
-// a - b of bfloat16 pairs whose differences are exact.
-TL_DEVICE uint32_t subtract_bf16(uint32_t a, uint32_t b) {
-  __nv_bfloat162 x, y;
-  memcpy(&x, &a, 4);
-  memcpy(&y, &b, 4);
-  const __nv_bfloat162 d = __hsub2(x, y);
-  uint32_t u;
-  memcpy(&u, &d, 4);
-  return u;
+// a b + c of bfloat16 pairs, rounded once; subnormal numbers count.
+TL_DEVICE uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
 }
 
 // The larger and the smaller of two, NaN where one is.

@@ -23,11 +23,14 @@ TL_BOTH int block_index(int row, int column) { return ((column / 8) * 2 + row / 
 // ---- weights: panels of sixteen rows, one after another; a panel is its blocks of sixteen columns in order.
 //
 // int8 blocks are 256 bytes, eight for each lane of a warp: the left operand of one mma.sync, a0 and a1 in the even and
-// odd bytes of the first word, a2 and a3 in the second. float32 panels are columns of sixteen.
+// odd bytes of the first word, a2 and a3 in the second. A byte is the value + kInt8Offset; the tensor cores take it as a part of
+// kInt8Parts, which many the scales are multiplied by (weights.cuh). float32 panels are columns of sixteen.
+constexpr int kInt8Offset = 128;
+constexpr float kInt8Parts = 64.0f;
 
 struct Matrix {
   const uint8_t *data;
-  const float *scales;  // int8: (panels, n_groups, 16)
+  const float *scales;  // int8: (panels, n_groups, 16), times kInt8Parts
   int dtype, n_out, n_in, group_size;
 };
 

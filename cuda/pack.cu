@@ -21,13 +21,14 @@ __global__ void __launch_bounds__(kThreads) pack(const PackArgs a) {
     if (dtype == TL_F32)
       *(uint32_t *)to = ((const uint32_t *)from.src)[first + k];
     else if (dtype == TL_INT8)
-      *to = ((const uint8_t *)from.src)[first + k];
+      *to = (uint8_t)(((const int8_t *)from.src)[first + k] + kInt8Offset);
     else
       *(uint16_t *)to = ((const uint16_t *)from.src)[first + k];
   }
+  if (dtype == TL_INT8 && (int)threadIdx.x < pad16(n_in) - n_in) data[element_offset(dtype, n_in, packed, n_in + threadIdx.x)] = kInt8Offset;
   const int n_groups = dtype == TL_INT8 ? n_scale_groups(n_in, a.to.group_size) : 0;
   for (int g = threadIdx.x; g < n_groups; g += kThreads)
-    const_cast<float *>(a.to.scales)[scale_offset(a.to, packed, g)] = from.scales[(int64_t)r * n_groups + g];
+    const_cast<float *>(a.to.scales)[scale_offset(a.to, packed, g)] = from.scales[(int64_t)r * n_groups + g] * kInt8Parts;
 }
 
 __global__ void __launch_bounds__(kThreads) activation(const ActivationArgs a) {

@@ -86,7 +86,7 @@ TL_DEVICE float embedding_value(const Matrix &m, int row, int column) {
   if (m.dtype == TL_F32) return *(const float *)at;
   if (m.dtype != TL_INT8) return unpack_one(m.dtype, *(const uint16_t *)at);
   const float scale = m.scales[scale_offset(m, row, m.group_size ? column / m.group_size : 0)];
-  return (float)*(const int8_t *)at * scale;
+  return (float)(*at - kInt8Offset) * (1.0f / kInt8Parts) * scale;
 }
 
 TL_DEVICE float4 embedding_quad(const Matrix &m, int row, int i, float factor) {

@@ -16,16 +16,15 @@ struct FloatWeights {
   TL_DEVICE void load(uint32_t (&a)[4], shared_t lane_address) { ldmatrix4(a, lane_address); }
 };
 
-// int8 values become bfloat16 exactly: u = q & 127 under the exponent of 128 reads as 128 + u; taking away 128, or 256
-// where q is negative, leaves q. Both are in the word 0x43 q.
+// int8 values become bfloat16 by one multiply-add: u = q + 128, alone in a word, reads as u 2^-133, as subnormal and the first normal numbers
+// are equally far apart. Times 2^127 less 2 that is q / 64, exactly; scales are kept 64 times as large (layout.cuh).
 struct Int8Weights {
   using Op = Bf16;
   static constexpr bool kInt8 = true;
   static constexpr int kBlockBytes = 256;
   // Bytes 0 and 2 (half 0), or 1 and 3.
   TL_DEVICE uint32_t widen(uint32_t bytes, int half) {
-    const uint32_t x = select_bytes(bytes, 0x43434343u, 0x4240u + 0x0101u * half);
-    return subtract_bf16(x & 0xff7fff7fu, x & 0xff80ff80u);
+    return multiply_add_bf16(select_bytes(bytes, 0, 0x4240u + 0x0101u * half), 0x7f007f00u, 0xc000c000u);
   }
   static constexpr int kLaneBytes = 8;
   TL_DEVICE void load(uint32_t (&a)[4], shared_t lane_address) {

@@ -273,9 +273,10 @@ inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t which) {
   for (int i = 0; i < 4; i++) y |= (uint32_t)(bytes >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
   return y;
 }
-inline uint32_t subtract_bf16(uint32_t a, uint32_t b) {
+inline uint32_t multiply_add_bf16(uint32_t a, uint32_t b, uint32_t c) {
   using emulator::of_bf16;
-  return pack_bf16(of_bf16((uint16_t)a) - of_bf16((uint16_t)b), of_bf16((uint16_t)(a >> 16)) - of_bf16((uint16_t)(b >> 16)));
+  const auto one = [](uint32_t a, uint32_t b, uint32_t c) { return fmaf(of_bf16((uint16_t)a), of_bf16((uint16_t)b), of_bf16((uint16_t)c)); };
+  return pack_bf16(one(a, b, c), one(a >> 16, b >> 16, c >> 16));
 }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
