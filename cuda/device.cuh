@@ -184,6 +184,15 @@ TL_DEVICE void barrier_wait(shared_t barrier, int parity) {
       "r"(parity)
       : "memory");
 }
+// Whether a wait would end at once.
+TL_DEVICE bool barrier_passed(shared_t barrier, int parity) {
+  uint32_t passed;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+               : "=r"(passed)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return passed;
+}
 TL_DEVICE uint64_t keep_policy() {
   uint64_t p;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));
@@ -204,6 +213,15 @@ TL_DEVICE void copy_bulk(shared_t to, const void *from, int nbytes, shared_t bar
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(nbytes),
                "r"(barrier)
                : "memory");
+}
+// To L2, where a copy will find it.
+TL_DEVICE void fetch_bulk(const void *from, int nbytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes) : "memory");
+}
+TL_DEVICE uint32_t clock_now() {
+  uint32_t t;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(t));
+  return t;
 }
 // True for one lane of a warp, which all of it asks for: bulk copies take uniform registers, and a single lane, known to be one, needs no
 // loop over lanes for each.

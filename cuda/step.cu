@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   __syncthreads();
   if (threadIdx.x >= kThreads) {
     give_registers<40>();
-    if (threadIdx.x == kThreads) stream_step(a, {ring, a.in_flight, pass_policy(), {}, {}}, held, cta, pos, tables);
+    if (threadIdx.x == kThreads) stream_step(a, {ring, a.in_flight, pass_policy()}, held, cta, pos, tables);
     return;
   }
 

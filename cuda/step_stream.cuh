@@ -1,5 +1,6 @@
 // How a step as one kernel reads memory: a thread of its own asks for each task's description, the weights of the CTA's panels and its
-// pages of K and V, task after task, and waits for nothing but free memory. Whatever the other warps wait for, memory goes on.
+// pages of K and V, task after task, and waits for nothing but free memory. Whatever the other warps wait for, memory goes on: where the ring
+// is full, to L2.
 #pragma once
 
 #include "step_task.cuh"
@@ -7,6 +8,8 @@
 namespace tl {
 
 constexpr int kSlotBytes = 8192;  // of the ring: an item of weights, or a page of a KV head
+constexpr int kFetchedBytes = 16 * kSlotBytes;  // of weights that may be on their way to L2 while the ring is full
+constexpr uint32_t kFetchClocks = 500;          // between two slots of them: about as fast as memory gives each CTA its share
 constexpr int kArrivals = 2;      // that free a slot: of the warps of a team, or both of one warp
 constexpr int kHeldTasks = 8, kTasksAhead = 4;  // descriptions in shared memory; how far ahead they are asked for
 
@@ -55,7 +58,24 @@ struct Requests {
   const Ring &ring;
   int left;         // that may be asked for before any has arrived
   uint64_t policy;  // what is read once does not drive out what CTAs hand to each other
-  RingPlace at, arrives;  // where the next one goes, and which one must be there by then
+  RingPlace at, arrives;         // where the next one goes, and which one must be there by then
+  const uint8_t *fetched, *end;  // of the weights that come next: up to where L2 has been asked for them, and where they end
+  uint32_t asked;                // clock at the last request of either kind
+  TL_DEVICE_MEMBER Requests(const Ring &ring, int in_flight, uint64_t policy)
+      : ring(ring), left(in_flight), policy(policy), fetched(nullptr), end(nullptr), asked(0) {}
+  // Until the next slot is free, where `from` goes. Memory goes on meanwhile: what follows goes to L2, no faster than it would come here.
+  TL_DEVICE_MEMBER void await_slot(const uint8_t *from) {
+    if (fetched < from) fetched = from;
+    while (!barrier_passed(ring.empty + at.slot * 8, at.parity ^ 1)) {
+      if (fetched >= end || fetched - from >= kFetchedBytes) continue;
+      const uint32_t now = clock_now();
+      if (now - asked < kFetchClocks) continue;
+      const int nbytes = (int)min((int64_t)kSlotBytes, (int64_t)(end - fetched));
+      fetch_bulk(fetched, nbytes);
+      fetched += nbytes;
+      asked = now;
+    }
+  }
   TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
     if (left) {
       left--;
@@ -63,7 +83,8 @@ struct Requests {
       barrier_wait(ring.full + arrives.slot * 8, arrives.parity);
       arrives.next(ring.n_slots);
     }
-    barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
+    await_slot(from);
+    asked = clock_now();
     barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
     copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8, policy);
     at.next(ring.n_slots);
@@ -98,6 +119,8 @@ TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
   const int block_bytes = p.head.dtype == TL_INT8 ? 256 : 512, item_bytes = p.item_chunks * (TL_K_CHUNK / 16) * block_bytes;
   const int panel_bytes = p.head.n_blocks * block_bytes;
   const uint8_t *panel = p.weight.data + (int64_t)share.first_panel * panel_bytes;
+  requests.fetched = panel;
+  requests.end = panel + (int64_t)share.n_panels * panel_bytes;
 #pragma unroll 1
   for (int i = 0; i < share.n_panels; i++, panel += panel_bytes)
 #pragma unroll 1
@@ -109,6 +132,7 @@ TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const A
                              const int32_t *table) {
   const KvLayer &kv = a.attend.place.kv;
   const KeyChunks chunks = chunks_of(keys);
+  requests.end = nullptr;
 #pragma unroll 1
   for (int unit = cta.unit; unit < shape.n_units; unit += shape.n_strides) {
     const int kv_head = unit < shape.n_kv_heads ? unit : unit % shape.n_kv_heads;

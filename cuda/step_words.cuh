@@ -19,6 +19,21 @@ TL_DEVICE Flagged load_flagged(const void *from) {
   asm volatile("{\n.reg .b128 w;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {%0, %1}, w;\n}" : "=l"(w.data), "=l"(w.flag) : "l"(from) : "memory");
   return w;
 }
+// Where it is wanted; a branch would cost more than the load's instructions.
+TL_DEVICE void load_flagged_if(Flagged &w, bool wanted, const void *from) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      ".reg .b128 w;\n"
+      "setp.ne.u32 wanted, %3, 0;\n"
+      "mov.b128 w, {%0, %1};\n"
+      "@wanted ld.relaxed.gpu.global.b128 w, [%2];\n"
+      "mov.b128 {%0, %1}, w;\n"
+      "}"
+      : "+l"(w.data), "+l"(w.flag)
+      : "l"(from), "r"((uint32_t)wanted)
+      : "memory");
+}
 // The first `count` of n words, word i from at(i): asked for; and then, once all have the flag, there. The rest are 0. (What is set on some
 // paths only would be live, in a register, ever since the kernel began.)
 template <int n, class At>
@@ -26,7 +41,7 @@ TL_DEVICE void ask_words(Flagged (&w)[n], int count, const At &at) {
 #pragma unroll
   for (int i = 0; i < n; i++) {
     w[i] = {0, 0};
-    if (i < count) w[i] = load_flagged(at(i));
+    load_flagged_if(w[i], i < count, at(i));
   }
 }
 template <int n, class At>
@@ -34,11 +49,11 @@ TL_DEVICE void await_words(uint64_t (&data)[n], Flagged (&w)[n], int count, uint
   for (bool missing = true; missing;) {
     missing = false;
 #pragma unroll
-    for (int i = 0; i < n; i++)
-      if (i < count && w[i].flag != flag) {
-        w[i] = load_flagged(at(i));
-        missing = true;
-      }
+    for (int i = 0; i < n; i++) {
+      const bool wanted = i < count && w[i].flag != flag;
+      load_flagged_if(w[i], wanted, at(i));
+      missing |= wanted;
+    }
   }
 #pragma unroll
   for (int i = 0; i < n; i++) data[i] = w[i].data;

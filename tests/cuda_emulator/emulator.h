@@ -77,7 +77,8 @@ void wait_copies(int pending);
 
 void barrier_init(uint64_t *barrier, int n_arrivals);
 void barrier_arrive(uint64_t *barrier, int nbytes);
-void barrier_wait(uint64_t *barrier, int parity);
+bool barrier_wait(uint64_t *barrier, int parity);  // true where it had to wait
+extern volatile uint8_t fetched;
 void barrier_copy(void *to, const void *from, int nbytes, uint64_t *barrier);
 
 uint16_t bf16_of(float x);
@@ -352,6 +353,15 @@ inline void barrier_arrive(shared_t barrier, int n) {
 }
 inline void barrier_arrive_expecting(shared_t barrier, int nbytes) { emulator::barrier_arrive((uint64_t *)barrier, nbytes); }
 inline void barrier_wait(shared_t barrier, int parity) { emulator::barrier_wait((uint64_t *)barrier, parity); }
+// Whether it had passed before: who must wait is told so once, when it has.
+inline bool barrier_passed(shared_t barrier, int parity) { return !emulator::barrier_wait((uint64_t *)barrier, parity); }
+inline uint32_t clock_now() {
+  static uint32_t clock = 0;
+  return clock += 1000;
+}
+inline void fetch_bulk(const void *from, int nbytes) {
+  emulator::fetched ^= *(const uint8_t *)from ^ ((const uint8_t *)from)[nbytes - 1];  // must be there
+}
 inline uint64_t keep_policy() { return 0; }
 inline uint64_t pass_policy() { return 0; }
 inline void copy_bulk(shared_t to, const void *from, int nbytes, shared_t barrier) {
