@@ -66,8 +66,9 @@ struct Requests {
   // Until the next slot is free, where `from` goes. Memory goes on meanwhile: what follows goes to L2, no faster than it would come here.
   TL_DEVICE_MEMBER void await_slot(const uint8_t *from) {
     if (fetched < from) fetched = from;
-    while (!barrier_passed(ring.empty + at.slot * 8, at.parity ^ 1)) {
-      if (fetched >= end || fetched - from >= kFetchedBytes) continue;
+    const shared_t empty = ring.empty + at.slot * 8;
+    while (!barrier_passed(empty, at.parity ^ 1)) {
+      if (fetched >= end || fetched - from >= kFetchedBytes) return barrier_wait(empty, at.parity ^ 1);
       const uint32_t now = clock_now();
       if (now - asked < kFetchClocks) continue;
       const int nbytes = (int)min((int64_t)kSlotBytes, (int64_t)(end - fetched));
