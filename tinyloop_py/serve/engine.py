@@ -242,7 +242,7 @@ class Engine:
             del result, admitted, tasks  # while nothing is to do, nothing is held
 
     def _report(self, result: TurnResult) -> None:
-        """From the worker: a turn's result, where the next one runs already."""
+        """From the worker: what turns did, where the next one runs already."""
         assert self._worker is not None
         self._worker.got_further()
         self._worker.tell(self._settle, result)
@@ -281,7 +281,8 @@ class Engine:
             self._prefixes.add(task)
         for task in result.prefixes:
             self._prefixes.end(task)
-        self.on_turn(result.seconds, result.n_rows)
+        for seconds, n_rows in result.turns:
+            self.on_turn(seconds, n_rows)
 
     # ---- ends
 
