@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from .access import note
 from .beside import beside
 from .errors import ServeError
-from .event_stream import DONE, ClientGone, EventStream, event, unless_gone
+from .event_stream import DONE, ClientGone, EventStream, event, unless_gone, until_gone
 from .requests import GenerationRequest, Output, Piece, Stream
 from .responses import ChatShape, Shape, usage_of
 from .service import Service
@@ -87,35 +87,39 @@ class Answer:
     async def _streamed(self, with_usage: bool) -> Response:
         events = self._events(with_usage)
         first = asyncio.ensure_future(self._next(events))
+        gone = asyncio.ensure_future(until_gone(self._request.receive))
+        gone.add_done_callback(lambda _: self._end())  # and with the streams their events
         try:
-            await unless_gone(self._request, self._either(first))
+            await asyncio.wait((first, gone), timeout=FIRST_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientGone
+            if first.done():
+                first.result()
         except BaseException:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            await events.aclose()
+            await self._close(first, gone, events)
             raise
-        return EventStream(self._resumed(first, events))
+        return EventStream(self._resumed(first, gone, events))
 
     @staticmethod
     async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
         return await events.__anext__()
 
-    @staticmethod
-    async def _either(first: asyncio.Future[bytes]) -> None:
-        """Until the first event is there, or has failed; or for a while."""
-        await asyncio.wait((first,), timeout=FIRST_SECONDS)
-        if first.done():
-            first.result()
-
-    async def _resumed(self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async def _resumed(
+        self, first: asyncio.Future[bytes], gone: asyncio.Future[None], events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
         try:
             yield await first
             async for chunk in events:
                 yield chunk
         finally:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            await events.aclose()
+            await self._close(first, gone, events)
+
+    @staticmethod
+    async def _close(first: asyncio.Future[bytes], gone: asyncio.Future[None], events: AsyncGenerator[bytes, None]) -> None:
+        gone.cancel()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await events.aclose()
 
     async def _events(self, with_usage: bool) -> AsyncGenerator[bytes, None]:
         """The events of what has come, at a time."""
@@ -125,11 +129,12 @@ class Answer:
             async for pieces in self._pieces():
                 for index, piece in pieces:
                     choices += self._parts(index, piece, offsets)
-                if choices:
-                    yield b"".join([event(self._shape.chunk([choice], with_usage)) for choice in choices])
+                if choices and not all(stream.ended for stream in self._streams):
+                    yield self._shape.events(choices, with_usage)
                     choices.clear()
+            self._end()
             tail = event(self._shape.chunk([], True, usage_of(self._streams))) if with_usage else b""
-            yield tail + DONE
+            yield self._shape.events(choices, with_usage) + tail + DONE
         finally:
             self._end()
 

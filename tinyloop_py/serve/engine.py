@@ -230,7 +230,7 @@ class Engine:
             tasks = self._prefixes.take()
             try:
                 async with self.lock:
-                    result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._report))
+                    result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._worker.got_further, self._report))
             except WorkerDied as error:
                 self._die(str(error))
                 return
@@ -244,7 +244,6 @@ class Engine:
     def _report(self, result: TurnResult) -> None:
         """From the worker: what turns did, where the next one runs already."""
         assert self._worker is not None
-        self._worker.got_further()
         self._worker.tell(self._settle, result)
 
     def _call(self) -> None:

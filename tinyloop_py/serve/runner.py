@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinyloop.serve")
 STRETCH_SECONDS = 0.05  # then whoever waits for the engine's lock has his turn
-HOLD_SECONDS = 0.005  # so long a token that is not an output's first waits for those of the next turns
+HOLD_SECONDS = 0.01  # so long a token that is not an output's first waits at most for those of the next turns
 
 
 class Runner:
@@ -53,12 +53,19 @@ class Runner:
         self._n_steps = 0
         self.called = False
 
-    def stretch(self, admitted: list[Job], tasks: list[PrefixTask], report: Callable[[TurnResult], None]) -> TurnResult:
-        """A turn, and further ones while all goes on as it is; `report` is given the results of those before the last ones."""
+    def stretch(
+        self, admitted: list[Job], tasks: list[PrefixTask], got_further: Callable[[], None], report: Callable[[TurnResult], None]
+    ) -> TurnResult:
+        """A turn, and further ones while all goes on as it is.
+
+        `got_further` is called after each, and `report` given what they did, but for what is returned: the last one's, and that of those
+        before it which it ended the waiting of.
+        """
         end = time.perf_counter() + STRETCH_SECONDS
         result = self.turn(admitted, tasks)
         while result.is_plain and (self._running or self._building) and not self.called and time.perf_counter() < end:
-            if not result.draws_on or result.seconds > HOLD_SECONDS:  # the next turn will take as long as the first of these
+            got_further()
+            if not result.draws_on or result.seconds + result.turns[-1][0] > HOLD_SECONDS:
                 report(result)
                 result = self.turn([], [])
                 continue
