@@ -117,8 +117,9 @@ class Answer:
     @staticmethod
     async def _close(first: asyncio.Future[bytes], gone: asyncio.Future[None], events: AsyncGenerator[bytes, None]) -> None:
         gone.cancel()
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+        if not first.done():
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
         await events.aclose()
 
     async def _events(self, with_usage: bool) -> AsyncGenerator[bytes, None]:

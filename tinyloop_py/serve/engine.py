@@ -254,7 +254,7 @@ class Engine:
     async def _watched(self, turn: Callable[[], TurnResult]) -> TurnResult:
         """The last turn's result; if one takes too long, all that wait are told, and what it gives in the end is theirs no more."""
         assert self._worker is not None
-        call = asyncio.ensure_future(self._worker.call(turn))
+        call = self._worker.begin(turn)
         try:
             while not call.done() and (left := self.stall_seconds - self._worker.busy_seconds()) > 0:
                 await asyncio.wait((call,), timeout=left)

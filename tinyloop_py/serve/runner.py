@@ -56,19 +56,17 @@ class Runner:
     def stretch(
         self, admitted: list[Job], tasks: list[PrefixTask], got_further: Callable[[], None], report: Callable[[TurnResult], None]
     ) -> TurnResult:
-        """A turn, and further ones while all goes on as it is.
+        """A turn, and further ones while all goes on as it is; `got_further` is called between two of them.
 
-        `got_further` is called after each, and `report` given what they did, but for what is returned: the last one's, and that of those
-        before it which it ended the waiting of.
+        `report` is given what they did, but for the last one and those that waited for it: their result is returned.
         """
         end = time.perf_counter() + STRETCH_SECONDS
         result = self.turn(admitted, tasks)
         while result.is_plain and (self._running or self._building) and not self.called and time.perf_counter() < end:
             got_further()
-            if not result.draws_on or result.seconds + result.turns[-1][0] > HOLD_SECONDS:
+            if not result.draws_on or result.seconds + result.turns[-1][0] > HOLD_SECONDS:  # with one more that takes as long as the last
                 report(result)
-                result = self.turn([], [])
-                continue
+                result = TurnResult(draws_on=True)
             try:
                 result.add(self.turn([], []))
             except Exception:
