@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from .service import Service
@@ -58,8 +57,7 @@ class Turns:
         return []
 
     def collect(self) -> Iterator[Any]:
-        bounds = [floatToGoString(bound) for bound in (*SECONDS, float("inf"))]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        buckets = list(zip([*map(str, map(float, SECONDS)), "+Inf"], accumulate(self._counts), strict=True))
         yield HistogramMetricFamily("tinyloop_turn_seconds", "Of the engine.", buckets=buckets, sum_value=self._seconds)
         yield CounterMetricFamily("tinyloop_output_steps", "Steps of outputs; over the turns, how many share one.", value=self._n_rows)
 

@@ -124,12 +124,14 @@ class Stream:
         if self._cancelled:  # what was drawn and not read is nobody's
             self._ended = True
         while self._events and len(pieces) < most and not self._ended:
-            if isinstance(self._events[0], ServeError):
+            event = self._events[0]
+            if isinstance(event, ServeError):
                 if pieces:
                     break
                 self._ended = True
-                raise self._events.popleft()
-            pieces.append(self._see(self._events.popleft()))
+                raise event
+            self._events.popleft()
+            pieces.append(self._see(event))
         return pieces
 
     def _see(self, piece: Piece) -> Piece:
