@@ -83,6 +83,7 @@ class ThreadPool {
   void *arg_ = nullptr;
   uint64_t base_barrier_ = 0;  // and base_share_: the counts that a worker begins with: it may have sat out the last jobs
   uint32_t base_share_ = 0;
+  int caller_core_ = -1;
   bool stop_ = false;
   // The caller's own.
   alignas(64) int64_t late_ns_ = 0;  // of the job: how long the caller waited for threads that had no core
