@@ -45,6 +45,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, port: int) -> None:
         self.port = port
+        self.whole: asyncio.Future[float] | None = None
 
     async def open(self) -> Connection:
         self.transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self.port)
@@ -73,7 +74,7 @@ class Connection(asyncio.Protocol):
             self.whole.set_result(time.perf_counter())
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.whole.done():
+        if self.whole is not None and not self.whole.done():
             self.whole.set_exception(ConnectionResetError(f"closed after {bytes(self.came)!r}"))
 
 
