@@ -16,6 +16,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -34,38 +35,53 @@ from random_models import model_file
 import tinyloop_py as tl
 from tinyloop_py.lockstep import step_generations
 from tinyloop_py.serve import Engine, GenerationRequest
-from tinyloop_py.serve.event_stream import event
+from tinyloop_py.serve.event_stream import DONE, event
 from tinyloop_py.serve.requests import Sampling
 from tinyloop_py.serve.worker import Worker
 
 
-class Connection:
-    """A client of one connection: it sends a request and reads the events, with as little work as can be, so that the server is what is timed."""
+class Connection(asyncio.Protocol):
+    """A client of one connection, which takes what comes with as little work as can be, so that the server is what is timed."""
 
     def __init__(self, port: int) -> None:
         self.port = port
+        self.whole: asyncio.Future[float] | None = None
 
     async def open(self) -> Connection:
-        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self.port)
         return self
 
-    async def ask(self, path: str, body: dict[str, Any]) -> tuple[float, float, bytes]:
-        """(seconds to the first event, seconds to the end, what came)."""
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    async def ask(self, request: bytes) -> tuple[float, float]:
+        """(seconds to the first bytes of the body, seconds to the end)."""
+        self.came, self.first_at, self.n_bytes = bytearray(), 0.0, 0
+        self.whole = asyncio.get_running_loop().create_future()
         begin = time.perf_counter()
-        self.writer.write(head.encode() + data)
-        answer = await self.reader.readuntil(b"\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200"), answer
-        if b"content-length: " in answer:
-            rest = await self.reader.readexactly(int(answer.split(b"content-length: ")[1].split(b"\r\n")[0]))
-            return 0.0, time.perf_counter() - begin, rest
-        parts, first = [], 0.0
-        while size := int(await self.reader.readuntil(b"\r\n"), 16):  # chunks, as HTTP/1.1 has them
-            parts.append((await self.reader.readexactly(size + 2))[:-2])
-            first = first or time.perf_counter() - begin
-        await self.reader.readexactly(2)
-        return first, time.perf_counter() - begin, b"".join(parts)
+        self.transport.write(request)
+        end = await self.whole
+        assert self.came.startswith(b"HTTP/1.1 200") and (self.n_bytes or DONE in self.came[-32:]), self.came
+        return self.first_at - begin, end - begin
+
+    def data_received(self, data: bytes) -> None:
+        self.came += data
+        if not self.first_at:
+            head, _, body = self.came.partition(b"\r\n\r\n")
+            if not body:
+                return
+            self.first_at = time.perf_counter()
+            if found := re.search(rb"content-length: (\d+)", head):  # a stream has none and ends with an empty chunk
+                self.n_bytes = len(head) + 4 + int(found[1])
+        if len(self.came) == self.n_bytes if self.n_bytes else self.came.endswith(b"\r\n0\r\n\r\n"):
+            self.whole.set_result(time.perf_counter())
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.whole is not None and not self.whole.done():
+            self.whole.set_exception(ConnectionResetError(f"closed after {bytes(self.came)!r}"))
+
+
+def encoded(path: str, body: dict[str, Any]) -> bytes:
+    """A request as it is sent."""
+    data = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
 
 def workload(model: tl.Model, args: argparse.Namespace) -> tuple[list[list[int]], list[list[int]]]:
@@ -94,14 +110,14 @@ def run_library(model: tl.Model, prompts: list[list[int]], n_clients: int, args:
 
 async def run_server(port: int, name: str, prompts: list[list[int]], n_clients: int, args: argparse.Namespace, namespace: str) -> dict[str, float]:
     """The requests over HTTP, by clients that each wait for their answer."""
-    waiting, firsts = deque(prompts), []
     connections = [await Connection(port).open() for _ in range(n_clients)]
     fixed = {"model": name, "max_tokens": args.out, "temperature": 0, "ignore_eos": True, "stream": True, "namespace": namespace}
+    waiting, firsts = deque(encoded("/v1/completions", {**fixed, "prompt": prompt}) for prompt in prompts), []
 
     async def client(connection: Connection) -> None:
         while waiting:
-            firsts.append((await connection.ask("/v1/completions", {**fixed, "prompt": waiting.popleft()}))[0])
-        connection.writer.close()
+            firsts.append((await connection.ask(waiting.popleft()))[0])
+        connection.transport.close()
 
     begin = time.perf_counter()
     await asyncio.gather(*map(client, connections))
@@ -117,8 +133,8 @@ def shared_prefixes(model: tl.Model, port: int, name: str, args: argparse.Namesp
     async def register() -> None:
         connection = await Connection(port).open()
         for prefix in prefixes:
-            await connection.ask("/v1/prefixes", {"tokens": prefix, "namespace": "pool"})
-        connection.writer.close()
+            await connection.ask(encoded("/v1/prefixes", {"tokens": prefix, "namespace": "pool"}))
+        connection.transport.close()
 
     asyncio.run(register())
     for n_clients in args.clients:
@@ -175,8 +191,8 @@ def costs(model: tl.Model, port: int, name: str, args: argparse.Namespace) -> li
     async def over_http(n: int) -> float:
         connection = await Connection(port).open()
         body = {"model": name, "prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True}
-        seconds = (await connection.ask("/v1/completions", body))[1]
-        connection.writer.close()
+        seconds = (await connection.ask(encoded("/v1/completions", body)))[1]
+        connection.transport.close()
         return seconds
 
     async def engine_alone(n: int, repeats: int) -> list[float]:

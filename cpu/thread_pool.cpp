@@ -38,6 +38,13 @@ int rounds_of(int n_threads) {
   return n;
 }
 
+// Moves the calling thread from a core to another one.
+void leave(int core, const CpuSet &usable) {
+  CpuSet others = usable;
+  CPU_CLR(core, &others);
+  if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof usable, &usable);
+}
+
 }  // namespace
 
 ThreadPool::ThreadPool(int n_threads)
@@ -79,6 +86,7 @@ void ThreadPool::run_active(Job job, void *arg) {
   arg_ = arg;
   base_barrier_ = local_[0].barrier;
   base_share_ = local_[0].share;
+  caller_core_ = sched_getcpu();
   epoch_.store(((epoch_.load(std::memory_order_relaxed) >> 16) + 1) << 16 | (uint64_t)n_active_);
   if (sleepers_.load()) {  // a worker counts itself before it looks at the epoch: one of the two sees the other
     std::lock_guard<std::mutex> lock(mutex_);
@@ -154,8 +162,11 @@ void ThreadPool::work(int thread) {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   const CpuSet set = usable_cpus();
   sched_setaffinity(0, sizeof set, &set);
+  const bool has_cores = CPU_COUNT(&set) >= n_threads_;
   uint64_t seen = 0;
   while (wait_for_job(thread, seen)) {
+    const int core = sched_getcpu();
+    if (core == caller_core_ && core >= 0 && has_cores) leave(core, set);
     local_[thread].barrier = base_barrier_;
     local_[thread].share = base_share_;
     job_(arg_, thread);

@@ -7,6 +7,10 @@
 // Where other processes want the cores too, a thread that the system has set aside holds up all others, at every barrier
 // for as long as a time slice. A caller that has waited so for most of a job runs the next ones with half the threads, or
 // alone, and tries more again after a while. How many run never changes a result.
+//
+// A worker that sleeps may be woken on the caller's core, where no other was idle just then: in a server the event loop's. The
+// two would take turns there at every barrier, spinning 50 us each time, and the system leaves such busy neighbours together. So
+// the worker moves away.
 #pragma once
 
 #include <atomic>
@@ -83,6 +87,7 @@ class ThreadPool {
   void *arg_ = nullptr;
   uint64_t base_barrier_ = 0;  // and base_share_: the counts that a worker begins with: it may have sat out the last jobs
   uint32_t base_share_ = 0;
+  int caller_core_ = -1;  // where the job began
   bool stop_ = false;
   // The caller's own.
   alignas(64) int64_t late_ns_ = 0;  // of the job: how long the caller waited for threads that had no core

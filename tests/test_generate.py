@@ -336,3 +336,27 @@ def test_many_more_threads_than_cores_change_no_answer():
     for model in models:
         model.close()
     assert len(got) == 24 and all(got)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores, and Linux")
+def test_a_worker_leaves_its_callers_core_and_keeps_all_others():
+    """Two threads of a step on one core take turns at every barrier, while another core may be idle."""
+    cores, others = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+    core = min(cores)
+    with tl.Model(model_file("shipped"), 64, device="cpu", threads=2) as model:
+        (worker,) = (int(task) for task in set(os.listdir("/proc/self/task")) - others)
+        want = model.generate([1, 2, 3], 20, temperature=0.0, stop_tokens=())
+
+        def work():
+            os.sched_setaffinity(0, {core})
+            os.sched_setaffinity(worker, {core})
+            end = time.monotonic() + 60  # where the machine is busy, the first steps may run without the worker
+            while os.sched_getaffinity(worker) != cores and time.monotonic() < end:
+                got.append(model.generate([1, 2, 3], 20, temperature=0.0, stop_tokens=()))
+            masks.append(os.sched_getaffinity(worker))
+
+        got, masks = [], []
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert masks == [cores] and got and all(tokens == want for tokens in got)

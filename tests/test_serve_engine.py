@@ -113,9 +113,10 @@ def test_an_engines_pool_is_saved_and_loaded(tmp_path):
         return [(e.n_tokens, e.namespace, e.pinned) for e in service.pool.entries()]
 
     async def second(service):
+        assert service.pool.capacity == 7 and service.engine.auto.n_tokens == 58
         stream = service.engine.submit(GenerationRequest([*prompt(40), 9], 4, stop_tokens=(), namespace="t"))
         await stream.collect()
-        assert stream.n_cached == 40 and service.pool.capacity == 7 and service.engine.auto.n_tokens == 58
+        assert stream.n_cached == 40
         return [(e.n_tokens, e.namespace, e.pinned) for e in service.pool.entries()]
 
     saved = asyncio.run(live(first))

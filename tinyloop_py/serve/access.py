@@ -18,6 +18,7 @@ from .service import Service
 from .tenants import Tenant
 
 logger = logging.getLogger("tinyloop.serve.access")
+_json = json.JSONEncoder(ensure_ascii=True, default=str)
 bearer = HTTPBearer(auto_error=False, description="An API key, where the server was started with a key file.")
 
 
@@ -103,7 +104,7 @@ class JsonLines(logging.Formatter):
         body = {"time": at, "level": record.levelname.lower(), "message": record.getMessage(), **getattr(record, "fields", {})}
         if record.exc_info:
             body["error"] = self.formatException(record.exc_info)
-        return json.dumps(body, ensure_ascii=True, default=str)
+        return _json.encode(body)
 
 
 def write_logs_to_stderr(level: int = logging.INFO) -> None:

@@ -13,13 +13,14 @@ from starlette.responses import JSONResponse, Response
 from .access import note
 from .beside import beside
 from .errors import ServeError
-from .event_stream import DONE, ClientGone, EventStream, event, unless_gone
+from .event_stream import DONE, ClientGone, EventStream, event, unless_gone, until_gone
 from .requests import GenerationRequest, Output, Piece, Stream
 from .responses import ChatShape, Shape, usage_of
 from .service import Service
 from .tenants import Tenant
 
 FIRST_SECONDS = 10.0  # so long an answer waits for its first piece, so that a failure still has a status of its own
+MOST_PIECES = 64  # that are written down without a look at anybody else
 
 
 class Answer:
@@ -76,8 +77,9 @@ class Answer:
 
     async def _collect(self) -> list[Output]:
         outputs = [Output(text=self._echo(index)) for index in range(sum(s.request.n for s in self._streams))]
-        async for index, piece in self._pieces():
-            outputs[index].add(piece)
+        async for pieces in self._pieces():
+            for index, piece in pieces:
+                outputs[index].add(piece)
         return outputs
 
     # ---- streamed
@@ -85,77 +87,89 @@ class Answer:
     async def _streamed(self, with_usage: bool) -> Response:
         events = self._events(with_usage)
         first = asyncio.ensure_future(self._next(events))
+        gone = asyncio.ensure_future(until_gone(self._request.receive))
+        gone.add_done_callback(lambda _: self._end())  # and with the streams their events
         try:
-            await unless_gone(self._request, self._either(first))
+            await asyncio.wait((first, gone), timeout=FIRST_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientGone
+            if first.done():
+                first.result()
         except BaseException:
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-            await events.aclose()
+            await self._close(first, gone, events)
             raise
-        return EventStream(self._resumed(first, events))
+        return EventStream(self._resumed(first, gone, events))
 
     @staticmethod
     async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
         return await events.__anext__()
 
-    @staticmethod
-    async def _either(first: asyncio.Future[bytes]) -> None:
-        """Until the first event is there, or has failed; or for a while."""
-        await asyncio.wait((first,), timeout=FIRST_SECONDS)
-        if first.done():
-            first.result()
-
-    async def _resumed(self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async def _resumed(
+        self, first: asyncio.Future[bytes], gone: asyncio.Future[None], events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
         try:
             yield await first
             async for chunk in events:
                 yield chunk
         finally:
+            await self._close(first, gone, events)
+
+    @staticmethod
+    async def _close(first: asyncio.Future[bytes], gone: asyncio.Future[None], events: AsyncGenerator[bytes, None]) -> None:
+        gone.cancel()
+        if not first.done():
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-            await events.aclose()
+        await events.aclose()
 
     async def _events(self, with_usage: bool) -> AsyncGenerator[bytes, None]:
-        shape, opened = self._shape, set[int]()
+        """The events of what has come, at a time."""
+        choices: list[dict[str, Any]] = []
         offsets: dict[int, int] = {}
         try:
-            async for index, piece in self._pieces():
-                head = b""
-                if index not in opened:
-                    opened.add(index)
-                    offsets[index] = 0
-                    if isinstance(shape, ChatShape):
-                        head = event(shape.chunk([shape.opening(index)], with_usage))
-                    elif self._echo(index):
-                        head = event(shape.chunk([shape.delta(index, self._echo(index), (), None, 0)], with_usage))
-                        offsets[index] = len(self._echo(index))
-                if piece.text or piece.logprobs or piece.finish_reason is not None or head:
-                    choice = shape.delta(index, piece.text, piece.logprobs, piece.finish_reason, offsets[index])
-                    offsets[index] += len(piece.text)
-                    yield head + event(shape.chunk([choice], with_usage))
-            tail = event(shape.chunk([], True, usage_of(self._streams))) if with_usage else b""
-            yield tail + DONE
+            async for pieces in self._pieces():
+                for index, piece in pieces:
+                    choices += self._parts(index, piece, offsets)
+                if choices and not all(stream.ended for stream in self._streams):
+                    yield self._shape.events(choices, with_usage)
+                    choices.clear()
+            self._end()
+            tail = event(self._shape.chunk([], True, usage_of(self._streams))) if with_usage else b""
+            yield self._shape.events(choices, with_usage) + tail + DONE
         finally:
             self._end()
+
+    def _parts(self, index: int, piece: Piece, offsets: dict[int, int]) -> list[dict[str, Any]]:
+        """What a piece shows, and before an output's first what stands before it; `offsets` has the characters of each output so far."""
+        parts, shape = [], self._shape
+        if index not in offsets:
+            offsets[index] = len(self._echo(index))
+            if isinstance(shape, ChatShape):
+                parts.append(shape.opening(index))
+            elif self._echo(index):
+                parts.append(shape.delta(index, self._echo(index), (), None, 0))
+        if piece.text or piece.logprobs or piece.finish_reason is not None or parts:
+            parts.append(shape.delta(index, piece.text, piece.logprobs, piece.finish_reason, offsets[index]))
+            offsets[index] += len(piece.text)
+        return parts
 
     # ---- both
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._streams[0].request.n] if self._echoes else ""
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(index of the choice, piece) of all streams, as they come."""
+    async def _pieces(self) -> AsyncIterator[list[tuple[int, Piece]]]:
+        """(index of the choice, piece) of all streams, as they come: those that are there together."""
         if len(self._streams) == 1:
-            async for piece in self._streams[0]:
-                self._see(piece)
-                yield piece.index, piece
+            while pieces := await self._streams[0].take(MOST_PIECES):
+                yield self._seen(0, pieces)
             return
-        merged: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+        merged: asyncio.Queue[tuple[int, list[Piece]] | BaseException | None] = asyncio.Queue()
 
         async def pump(number: int, stream: Stream) -> None:
             try:
-                async for piece in stream:
-                    merged.put_nowait((number * stream.request.n + piece.index, piece))
+                while pieces := await stream.take(MOST_PIECES):
+                    merged.put_nowait((number, pieces))
                 merged.put_nowait(None)
             except ServeError as error:
                 merged.put_nowait(error)
@@ -170,18 +184,19 @@ class Answer:
                 if item is None:
                     n_left -= 1
                 else:
-                    self._see(item[1])
-                    yield item
+                    yield self._seen(*item)
         finally:
             for task in pumps:
                 task.cancel()
 
-    def _see(self, piece: Piece) -> None:
+    def _seen(self, number: int, pieces: list[Piece]) -> list[tuple[int, Piece]]:
+        """Pieces of a prompt's stream by the choices that they belong to, once they are written down."""
         if self._first_at is None:
             self._first_at = time.perf_counter()
             self._service.metrics.first_token.observe(self._first_at - self._begin)
-        if piece.finish_reason is not None:
-            self._reasons.append(piece.finish_reason)
+        self._reasons += [piece.finish_reason for piece in pieces if piece.finish_reason is not None]
+        first = number * self._streams[number].request.n
+        return [(first + piece.index, piece) for piece in pieces]
 
     def _end(self) -> None:
         """Cancels what still runs and writes down what was used; once."""

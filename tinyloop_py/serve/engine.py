@@ -230,7 +230,7 @@ class Engine:
             tasks = self._prefixes.take()
             try:
                 async with self.lock:
-                    result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._report))
+                    result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._worker.got_further, self._report))
             except WorkerDied as error:
                 self._die(str(error))
                 return
@@ -242,9 +242,8 @@ class Engine:
             del result, admitted, tasks  # while nothing is to do, nothing is held
 
     def _report(self, result: TurnResult) -> None:
-        """From the worker: a turn's result, where the next one runs already."""
+        """From the worker: what turns did, where the next one runs already."""
         assert self._worker is not None
-        self._worker.got_further()
         self._worker.tell(self._settle, result)
 
     def _call(self) -> None:
@@ -255,7 +254,7 @@ class Engine:
     async def _watched(self, turn: Callable[[], TurnResult]) -> TurnResult:
         """The last turn's result; if one takes too long, all that wait are told, and what it gives in the end is theirs no more."""
         assert self._worker is not None
-        call = asyncio.ensure_future(self._worker.call(turn))
+        call = self._worker.begin(turn)
         try:
             while not call.done() and (left := self.stall_seconds - self._worker.busy_seconds()) > 0:
                 await asyncio.wait((call,), timeout=left)
@@ -281,7 +280,8 @@ class Engine:
             self._prefixes.add(task)
         for task in result.prefixes:
             self._prefixes.end(task)
-        self.on_turn(result.seconds, result.n_rows)
+        for seconds, n_rows in result.turns:
+            self.on_turn(seconds, n_rows)
 
     # ---- ends
 

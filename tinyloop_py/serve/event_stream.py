@@ -18,16 +18,21 @@ from .errors import ServeError
 T = TypeVar("T")
 PING = b": ping\n\n"  # a comment, which keeps proxies from closing a silent connection
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class ClientGone(Exception):
     """The reader has closed the connection; nobody is left to answer."""
 
 
+def encode(body: dict[str, Any]) -> bytes:
+    """JSON as short as it can be."""
+    return _json.encode(body).encode()
+
+
 def event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encode(body).encode() + b"\n\n"
+    return b"data: " + encode(body) + b"\n\n"
 
 
 async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
@@ -51,12 +56,12 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends events as they come, and closes their source when it ends, for whatever reason.
+    """Sends events as they come, and closes their source when it ends, for whatever reason. The source ends by itself when the reader leaves.
 
     Parameters
     ----------
     events
-        Encoded events. A ServeError that it raises becomes the last event, since the status has been sent already.
+        Encoded events; what ends in DONE is the last. A ServeError that it raises becomes the last event, since the status has been sent already.
     ping_seconds
         A comment is sent after so long a silence.
     """
@@ -68,41 +73,44 @@ class EventStream(Response):
         self._ping_seconds = ping_seconds
         self._sending = False
         self._sent_at = time.monotonic()
+        self._ping: asyncio.Future[None] | None = None
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
-        tasks = [asyncio.ensure_future(work) for work in (self._pump(send), until_gone(receive), self._ping(send))]
+        self._watch(send)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
+            await self._pump(send)
         finally:
-            for task in tasks:
-                await _end(task)
+            self._timer.cancel()
+            if self._ping is not None:
+                await _end(self._ping)
             await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
         await self._send(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self._events:
-                await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": True})
+                is_last = chunk.endswith(DONE)
+                await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": not is_last})
+                if is_last:
+                    return
+            last = b""
         except ServeError as error:
-            await self._send(send, {"type": "http.response.body", "body": event(error.body()), "more_body": True})
-        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+            last = event(error.body())
+        await self._send(send, {"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         self._sending = True
         await send(message)
         self._sending, self._sent_at = False, time.monotonic()
 
-    async def _ping(self, send: Send) -> None:
+    def _watch(self, send: Send) -> None:
         """Sends a comment after a silence."""
-        while True:
-            await asyncio.sleep(1)
-            if not self._sending and time.monotonic() - self._sent_at > self._ping_seconds:
-                await self._send(send, {"type": "http.response.body", "body": PING, "more_body": True})
+        self._timer = asyncio.get_running_loop().call_later(1, self._watch, send)
+        if not self._sending and time.monotonic() - self._sent_at > self._ping_seconds:
+            self._ping = asyncio.ensure_future(self._send(send, {"type": "http.response.body", "body": PING, "more_body": True}))
 
 
 async def _end(task: asyncio.Future[Any]) -> None:

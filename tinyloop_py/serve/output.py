@@ -23,6 +23,7 @@ class RunningOutput:
         self.generation = generation
         self.index = index
         self.request = request
+        self.begun = False  # a token was drawn
         self.finish_reason: str | None = None
         self.text = ""
         self._decoder = None if tokenizer is None else TextDecoder(tokenizer, context=request.tokens[-N_CONTEXT:])
@@ -33,6 +34,7 @@ class RunningOutput:
         ended = self.generation.finish_reason
         if token is None and ended is None:
             return None
+        self.begun = True
         logprobs = self._logprobs(token)
         text = "" if token is None or ended == "stop" else self._show(token)  # a stop token is not shown
         if self._stop.found is not None:

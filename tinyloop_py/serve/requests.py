@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,8 @@ class Stream:
         self.n_generated = 0
         self._open = request.n  # outputs that have not ended
         self._cancel = cancel
-        self._events: asyncio.Queue[Piece | ServeError | None] = asyncio.Queue()
+        self._events: deque[Piece | ServeError] = deque()
+        self._changed = asyncio.Event()
         self._ended = False
         self._cancelled = False
 
@@ -105,31 +107,48 @@ class Stream:
         """End the work, and the iteration. Idempotent; after the end it does nothing."""
         if not self._ended:
             self._cancelled = True
-            self._events.put_nowait(None)  # for a reader that waits
+            self._changed.set()  # for a reader that waits
             self._cancel()
 
     def feed(self, event: Piece | ServeError) -> None:
         """The engine's end of it."""
-        self._events.put_nowait(event)
+        self._events.append(event)
+        self._changed.set()
+
+    async def take(self, most: int) -> list[Piece]:
+        """The next piece, and of those after it what is there already, up to `most` in all; none after the end."""
+        while not (self._events or self._cancelled or self._ended):
+            self._changed.clear()
+            await self._changed.wait()
+        pieces: list[Piece] = []
+        if self._cancelled:  # what was drawn and not read is nobody's
+            self._ended = True
+        while self._events and len(pieces) < most and not self._ended:
+            event = self._events[0]
+            if isinstance(event, ServeError):
+                if pieces:
+                    break
+                self._ended = True
+                raise event
+            self._events.popleft()
+            pieces.append(self._see(event))
+        return pieces
+
+    def _see(self, piece: Piece) -> Piece:
+        self.n_generated += len(piece.tokens)
+        if piece.finish_reason is not None:
+            self._open -= 1
+            self._ended = self._open == 0
+        return piece
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
 
     async def __anext__(self) -> Piece:
-        if self._ended:
+        pieces = await self.take(1)
+        if not pieces:
             raise StopAsyncIteration
-        event = None if self._cancelled else await self._events.get()  # what was drawn and not read is nobody's
-        if event is None:
-            self._ended = True
-            raise StopAsyncIteration
-        if isinstance(event, ServeError):
-            self._ended = True
-            raise event
-        self.n_generated += len(event.tokens)
-        if event.finish_reason is not None:
-            self._open -= 1
-            self._ended = self._open == 0
-        return event
+        return pieces[0]
 
     async def __aenter__(self) -> Stream:
         return self

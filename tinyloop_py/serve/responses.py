@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from ..token_logprobs import TokenLogprobs
+from .event_stream import encode, event
 from .requests import Output, Stream
 from .token_text import TokenText
 
@@ -122,6 +123,7 @@ class Shape(ABC):
     def __init__(self, model: str, fingerprint: str, tokens: TokenText, n_top: int | None) -> None:
         self.id = self.prefix + uuid.uuid4().hex
         self._frame = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._around: tuple[bytes, bytes] | None = None  # what stands before and after a choice in an event
         self._tokens = tokens
         self._n_top = n_top
 
@@ -138,6 +140,14 @@ class Shape(ABC):
         """A part of a streamed answer; one with usage says null until the end."""
         body = {**self._frame, "object": self.chunk_kind, "choices": choices}
         return {**body, "usage": usage} if with_usage else body
+
+    def events(self, choices: list[dict[str, Any]], with_usage: bool) -> bytes:
+        """A chunk for each choice, as events: the frame, which is the same for all, is encoded once."""
+        if self._around is None:
+            head, tail = event(self.chunk([], with_usage)).split(b'"choices":[]')  # in a model's name the quotes would be escaped
+            self._around = head + b'"choices":[', b"]" + tail
+        head, tail = self._around
+        return b"".join([head + encode(choice) + tail for choice in choices])
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A turn is short: at most one step of a prefix that is being built and one step of the model for all running outputs. So a long
 prompt never stands in the way of others for longer than its bounded steps do. While nobody comes, goes or calls, turns follow each
-other in a stretch: the event loop hands on what one drew while the next one runs.
+other in a stretch: the event loop hands on what they drew while the next ones run. To wake it, and a client, takes as long as a
+small model needs for a token, and where they share its cores from the model: turns of less than a few milliseconds hand on together.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinyloop.serve")
 STRETCH_SECONDS = 0.05  # then whoever waits for the engine's lock has his turn
+HOLD_SECONDS = 0.01  # so long a token that is not an output's first waits at most for those of the next turns
 
 
 class Runner:
@@ -51,13 +53,25 @@ class Runner:
         self._n_steps = 0
         self.called = False
 
-    def stretch(self, admitted: list[Job], tasks: list[PrefixTask], report: Callable[[TurnResult], None]) -> TurnResult:
-        """A turn, and further ones while all goes on as it is; `report` is given the result of every one but the last."""
+    def stretch(
+        self, admitted: list[Job], tasks: list[PrefixTask], got_further: Callable[[], None], report: Callable[[TurnResult], None]
+    ) -> TurnResult:
+        """A turn, and further ones while all goes on as it is; `got_further` is called between two of them.
+
+        `report` is given what they did, but for the last one and those that waited for it: their result is returned.
+        """
         end = time.perf_counter() + STRETCH_SECONDS
         result = self.turn(admitted, tasks)
         while result.is_plain and (self._running or self._building) and not self.called and time.perf_counter() < end:
-            report(result)
-            result = self.turn([], [])
+            got_further()
+            if not result.draws_on or result.seconds + result.turns[-1][0] > HOLD_SECONDS:  # with one more that takes as long as the last
+                report(result)
+                result = TurnResult(draws_on=True)
+            try:
+                result.add(self.turn([], []))
+            except Exception:
+                report(result)
+                raise
         return result
 
     def turn(self, admitted: list[Job], tasks: list[PrefixTask]) -> TurnResult:
@@ -69,8 +83,8 @@ class Runner:
         for task in tasks:
             self._begin(task, result)
         self._build_step(result)
-        self._step(result)
-        result.seconds = time.perf_counter() - begin
+        n_rows = self._step(result)
+        result.turns.append((time.perf_counter() - begin, n_rows))
         return result
 
     def abort(self) -> None:
@@ -229,12 +243,12 @@ class Runner:
         job.stream.n_cached = min(n_cached, job.n_matched) if had_builds else n_cached
         self._running.append(job)
 
-    def _step(self, result: TurnResult) -> None:
-        """One step of the model for all running outputs."""
+    def _step(self, result: TurnResult) -> int:
+        """One step of the model for all running outputs; how many they are."""
         taking = [(job, output) for job in self._running for output in job.outputs if output.finish_reason is None]
         if not taking:
-            return
-        result.n_rows = len(taking)
+            return 0
+        result.draws_on = not self._building and all(output.begun for _, output in taking)
         self._n_steps += 1
         turn = self._n_steps % len(taking)  # prompts run in the order given: every one comes first in its turn
         taking = taking[turn:] + taking[:turn]
@@ -243,7 +257,7 @@ class Runner:
         except Exception as error:  # the step as a whole: whoever took part in it
             for job in self._running.copy():
                 self._fail(job, error, result)
-            return
+            return len(taking)
         for (job, output), token in zip(taking, tokens, strict=True):
             if job not in self._running:
                 continue  # another output of it failed just now
@@ -259,6 +273,7 @@ class Runner:
                 result.pieces.append((job, piece))
             if all(o.finish_reason is not None for o in job.outputs):
                 self._end(job, result)
+        return len(taking)
 
     # ---- ending
 

@@ -76,7 +76,7 @@ class Service:
             model, self.pool, max_running=s.max_running, max_queued=s.max_queued, prefill_rows=s.prefill_rows, auto_prefix=s.auto_prefix,
             window=s.window, deadline=s.deadline,
         )  # fmt: skip
-        engine.on_turn = self.metrics.turn
+        engine.on_turn = self.metrics.turns.add
         if engine.auto is not None:
             engine.auto.restore(automatic)
         else:

@@ -41,8 +41,8 @@ class Worker:
         began = self._began_at
         return 0.0 if began is None else time.monotonic() - began
 
-    async def call(self, function: Callable[[], Any]) -> Any:
-        """The result of `function()`, run in the thread. A call that was begun is finished even if the caller is cancelled.
+    def begin(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        """What will be the result of `function()`, which runs in the thread, even if nobody waits for it any more.
 
         All calls of a worker come from one event loop.
         """
@@ -53,7 +53,11 @@ class Worker:
         self._calls.put((function, future))
         if not self.alive:  # perhaps it ended before it could see this call
             self._fail_waiting()
-        return await future
+        return future
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """The result of `function()`, run in the thread."""
+        return await self.begin(function)
 
     def stop(self) -> None:
         """Let the thread end after the calls that wait."""
