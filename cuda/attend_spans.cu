@@ -25,7 +25,8 @@ struct PlanArgs {
   Rows rows;
   int32_t group, n_kv_heads;
   int32_t window[kMaxWindows];
-  SpanPlan *plan;  // of each window
+  int32_t n_begun;  // units that attention looks at before it knows how many there are
+  SpanPlan *plan;   // of each window
 };
 
 #if TL_WGMMA
@@ -118,11 +119,12 @@ __global__ void __launch_bounds__(kThreads) plan_spans(const PlanArgs a) {
                                                 span.first_state + j * span.n,
                                                 head_states,
                                                 (chunk + 1) * TL_KEY_CHUNK <= span.written,
-                                                {0, 0}};
+                                                a.rows.page_table[span.seq]};
     }
     for (int j = threadIdx.x; j < span.n; j += kThreads)
       plan.query[span.begin + j] = QueryPlan{span.first_state - span.first * span.n + j, span.n, head_states, 0};
   }
+  for (int i = s.n_units + threadIdx.x; i < a.n_begun; i += kThreads) plan.unit[i] = UnitPlan{};
   __threadfence();
   __syncthreads();
   let_next_kernel_start();
@@ -132,7 +134,8 @@ __global__ void __launch_bounds__(kThreads) plan_spans(const PlanArgs a) {
 }  // namespace
 
 void launch_plan_spans(const Launcher &launcher, const Rows &rows, const tl_plan_desc &d, const std::vector<int> &windows, uint8_t *memory) {
-  PlanArgs args = {rows, d.n_heads / d.n_kv_heads, d.n_kv_heads, {}, (SpanPlan *)memory};
+  const int n_begun = std::min((units_begun(launcher.context) + d.n_kv_heads - 1) / d.n_kv_heads, 2 * kHeldStates);
+  PlanArgs args = {rows, d.n_heads / d.n_kv_heads, d.n_kv_heads, {}, n_begun, (SpanPlan *)memory};
   std::copy(windows.begin(), windows.end(), args.window);
   launcher.launch(plan_spans, Shape{dim3((unsigned)windows.size()), kThreads, (int)sizeof(Spans), 1}, args);
 }

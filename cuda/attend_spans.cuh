@@ -24,7 +24,7 @@ struct alignas(16) UnitPlan {
   int32_t first_key, end_key;   // that any query reads
   int32_t state, head_states;   // its first one of the first KV head; states from one KV head to the next
   int32_t early;                // whether its first chunk was written before this batch
-  int32_t unused[2];
+  const int32_t *table;         // page_table[seq]
 };
 
 struct alignas(16) QueryPlan {  // of a KV head
@@ -39,6 +39,11 @@ struct alignas(16) SpanPlan {
   QueryPlan query[kSpanQueries];
   UnitPlan unit[2 * kHeldStates];
 };
+
+// The shape of attention: CTAs of so many warpgroups that take a unit each, two CTAs a multiprocessor.
+constexpr int kSpanTeams = 2;
+inline int span_ctas(const tl_context &context) { return 2 * context.n_multiprocessors; }
+inline int units_begun(const tl_context &context) { return kSpanTeams * span_ctas(context); }
 
 #if TL_WGMMA
 TL_DEVICE int n_chunks_before(int key) { return (key + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK; }

@@ -10,8 +10,11 @@
 namespace tl {
 namespace {
 
-constexpr int kTeams = 2, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
+constexpr int kTeams = kSpanTeams, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
 constexpr int kMergeThreads = 128, kMergeDims = 64;  // dims of a query that a warp merges
+constexpr int kBatchStates = 3 * TL_CHUNK_GROUP;     // that it has at a time
+constexpr int kBatchBytes = kBatchStates * (kMergeDims * 4 + 16);
+static_assert(kBatchStates > 32 && kBatchStates <= 64, "a lane has m and l of two");
 
 struct StatesArgs {
   AttendArgs attend;
@@ -51,6 +54,12 @@ TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &
 #pragma unroll
       for (int half = 0; half < 2; half++) q[b][half * 2 + h] = own.index[h] < u.n ? *(const uint32_t *)(from + b * 16 + half * 8) : 0;
   }
+}
+
+template <int n>
+TL_DEVICE void clear(uint32_t (&x)[n][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 4; i++) x[i / 4][i % 4] = 0;
 }
 
 // What a lane's queries have of a unit so far.
@@ -103,40 +112,47 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
   __syncthreads();
   const int n_units = load_fresh(&s.plan->n_units) * n_kv_heads, step = kTeams * gridDim.x;
   const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
+  const int64_t stage_entries = (int64_t)a.place.rows.stage * a.place.rows.table_stride;
   int index = blockIdx.x + team * gridDim.x, parity = 0;
-  UnitPlan unit = {};
+  UnitPlan unit;
+  load_fresh(unit, s.plan->unit + index / n_kv_heads);  // beside n_units: there are that many, see plan_spans
   // By the team's first warp.
   const auto request = [&](int index, int chunk) {
     if (warp % 4) return;
-    const int page = page_for_lane(table_of(a.place.rows, unit.seq), chunk, {unit.first_key, unit.end_key});
+    const int page = page_for_lane(unit.table + stage_entries, chunk, {unit.first_key, unit.end_key});
     request_chunk(a, pages, page, index % n_kv_heads, full);
   };
-  if (index < n_units) {
-    load_fresh(unit, s.plan->unit + index / n_kv_heads);
-    if (unit.early) request(index, unit.chunk);
-  }
+  if (index < n_units && unit.early) request(index, unit.chunk);
   wait_for_previous_kernel();
   if (index < n_units && !unit.early) request(index, unit.chunk);
 #pragma unroll 1
   while (index < n_units) {
     const OwnQueries own = own_queries(a, unit, group);
     const int kv_head = index % n_kv_heads, end = unit.end;
+    const bool works = warp % 4 * kTileQueries < unit.n;  // whether any of the warp's queries is there
     const int64_t first_state = unit.state + (int64_t)kv_head * unit.head_states;
     OwnState state;
 #pragma unroll 1
     for (int chunk = unit.chunk; chunk < end; chunk++) {
       uint32_t q[kDims / 16][4];  // again for each chunk: its registers are needed for the output
-      load_own_queries<kDims>(q, a, unit, own, group, kv_head);
+      if (works)
+        load_own_queries<kDims>(q, a, unit, own, group, kv_head);
+      else
+        clear(q);
       const Sight sight = sight_of(own.keys, chunk * TL_KEY_CHUNK);
-      float scores[kPagesOfChunk][2][4], m[2], l[2], o[kDims / 2];
+      float scores[kPagesOfChunk][2][4], m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f}, o[kDims / 2];
       uint32_t p[kPagesOfChunk][4];
       barrier_wait(full, parity);
       parity ^= 1;
       score_chunk<Kv, kDims>(scores, q, pages, page_bytes);
-      soften_chunk<Kv>(p, m, scores, own.keys, chunk * TL_KEY_CHUNK, sight, a.scale);
+      if (works)
+        soften_chunk<Kv>(p, m, scores, own.keys, chunk * TL_KEY_CHUNK, sight, a.scale);
+      else
+        clear(p);
       begin_weighing<Kv, kDims>(o, p, pages + a.place.kv.k_nbytes, page_bytes);
 #pragma unroll
-      for (int h = 0; h < 2; h++) l[h] = sum_of_p<Kv>(p, h);
+      for (int h = 0; h < 2; h++)
+        if (works) l[h] = sum_of_p<Kv>(p, h);
       wgmma_wait<0>();
       accumulators_ready(o);
       sync_threads(1 + team, kTeamThreads);  // the pages have been read
@@ -160,52 +176,66 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
 
 #if TL_WGMMA
 
-constexpr int kBatch = 32;  // states that a warp reads at a time: a lane has each one's m and l
-
 // A query's state of two dims a lane.
 struct Merged {
   float m = kMasked, l = 0.0f, o[2] = {0.0f, 0.0f};
-  TL_DEVICE_MEMBER void absorb(MergeFactors f, float later_l, float x, float y) {
+  TL_DEVICE_MEMBER void absorb(MergeFactors f, float later_l, float2 later) {
     l = merge_value(l, later_l, f);
-    o[0] = merge_value(o[0], x, f);
-    o[1] = merge_value(o[1], y, f);
+    o[0] = merge_value(o[0], later.x, f);
+    o[1] = merge_value(o[1], later.y, f);
   }
-  TL_DEVICE_MEMBER void absorb(float later_m, float later_l, float x, float y) {
-    absorb(merge_factors(m, later_m), later_l, x, y);
+  TL_DEVICE_MEMBER void absorb(float later_m, float later_l, float2 later) {
+    absorb(merge_factors(m, later_m), later_l, later);
     m = fmaxf(m, later_m);
   }
 };
 
-// Takes a batch's states in: `alive` tells which there are, o has this lane's dims of each, ml those of the lane's own. kChunks: they are
-// chunks, of two groups; else groups.
-template <bool kChunks>
-TL_DEVICE void absorb_batch(Merged &total, uint32_t alive, const float2 (&o)[kBatch], float2 ml) {
+// States of a query that a warp has in shared memory: some dims of O, and what merges them. All of them come at once, so that a merge is one
+// way to memory, and the loop over them is short code: what is run once has to be fetched, too.
+struct Batch {
+  float o[kBatchStates][kMergeDims];
+  float4 factors[kBatchStates];  // of earlier chunks and of this one, l, and the largest m of the group up to here; of a group m and l
+};
+static_assert(sizeof(Batch) == kBatchBytes, "of shared memory");
+
+// Factors of a batch's chunks that exist (32 j + lane of it is `ml[j]`, masked where there is none), by a warp.
+TL_DEVICE void find_factors(Batch &batch, const float2 (&ml)[2]) {
   const int place = lane_id() % TL_CHUNK_GROUP;
-  float top = ml.x;  // over the group's chunks up to the lane's
 #pragma unroll
-  for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
-    const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
-    if (place >= d) top = fmaxf(top, other);
-  }
-  const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
-  const MergeFactors own = merge_factors(place ? left : kMasked, ml.x);
+  for (int j = 0; j < 2; j++) {
+    float top = ml[j].x;
 #pragma unroll
-  for (int first = 0; first < kBatch; first += TL_CHUNK_GROUP) {
-    Merged group;
-#pragma unroll
-    for (int c = first; c < first + TL_CHUNK_GROUP; c++) {
-      if (!(alive >> c & 1)) continue;
-      const float l = __shfl_sync(0xffffffffu, ml.y, c);
-      if (kChunks) {
-        group.absorb({__shfl_sync(0xffffffffu, own.earlier, c), __shfl_sync(0xffffffffu, own.later, c)}, l, o[c].x, o[c].y);
-      } else {
-        const float m = __shfl_sync(0xffffffffu, ml.x, c);
-        if (m != kMasked) total.absorb(m, l, o[c].x, o[c].y);
-      }
+    for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
+      const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
+      if (place >= d) top = fmaxf(top, other);
     }
-    if (!kChunks) continue;
-    group.m = __shfl_sync(0xffffffffu, top, first + TL_CHUNK_GROUP - 1);
-    if (group.m != kMasked) total.absorb(group.m, group.l, group.o[0], group.o[1]);
+    const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
+    const MergeFactors f = merge_factors(place ? left : kMasked, ml[j].x);
+    if (j * 32 + lane_id() < kBatchStates) batch.factors[j * 32 + lane_id()] = make_float4(f.earlier, f.later, ml[j].y, top);
+  }
+}
+
+// Takes in the chunks begin .. end - 1 of a batch, of whole groups but for the first and the last.
+TL_DEVICE void absorb_chunks(Merged &total, const Batch &batch, int begin, int end) {
+#pragma unroll 1
+  for (int first = begin / TL_CHUNK_GROUP * TL_CHUNK_GROUP; first < end; first += TL_CHUNK_GROUP) {
+    Merged group;
+#pragma unroll 4
+    for (int c = max(begin, first); c < min(end, first + TL_CHUNK_GROUP); c++) {
+      const float4 f = batch.factors[c];
+      group.absorb({f.x, f.y}, f.z, *(const float2 *)(batch.o[c] + lane_id() * 2));
+    }
+    group.m = batch.factors[first + TL_CHUNK_GROUP - 1].w;
+    if (group.m != kMasked) total.absorb(group.m, group.l, make_float2(group.o[0], group.o[1]));
+  }
+}
+
+// The same of groups.
+TL_DEVICE void absorb_groups(Merged &total, const Batch &batch, int begin, int end) {
+#pragma unroll 1
+  for (int c = begin; c < end; c++) {
+    const float2 ml = *(const float2 *)&batch.factors[c];
+    if (ml.x != kMasked) total.absorb(ml.x, ml.y, *(const float2 *)(batch.o[c] + lane_id() * 2));
   }
 }
 
@@ -215,8 +245,9 @@ TL_DEVICE void absorb_batch(Merged &total, uint32_t alive, const float2 (&o)[kBa
 template <int kDims>
 __global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s) {
 #if TL_WGMMA
-  constexpr int kParts = kDims / kMergeDims;
+  constexpr int kParts = kDims / kMergeDims, kCopiers = kMergeDims / 4;  // lanes that copy a state
   const AttendArgs &a = s.attend;
+  Batch &batch = shared_memory<Batch>()[warp_id()];
   let_next_kernel_start();
   touch_arguments(s);
   const int item = blockIdx.x * (kMergeThreads / 32) + warp_id(), part = item % kParts, n_heads = a.place.n_heads;
@@ -228,23 +259,32 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s
   const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
   const int first = keys.first / TL_KEY_CHUNK / length, end = (n_chunks_before(keys.end) + length - 1) / length;
   const int64_t state = query.state + (int64_t)(head / group) * query.head_states;
-  const float *from = s.o + state * kDims + part * kMergeDims + lane * 2;
+  const float *from = s.o + state * kDims + part * kMergeDims + lane % kCopiers * 4;
   const float2 *own = s.ml + state;
   wait_for_previous_kernel();
   Merged total;
 #pragma unroll 1
-  for (int base = first / TL_CHUNK_GROUP * TL_CHUNK_GROUP; base < end; base += kBatch) {
-    const bool exists = base + lane >= first && base + lane < end;
-    const uint32_t alive = __ballot_sync(0xffffffffu, exists);
-    const float2 ml = exists ? own[(int64_t)(base + lane) * query.n] : make_float2(kMasked, 0.0f);
-    float2 o[kBatch];
+  for (int base = first / TL_CHUNK_GROUP * TL_CHUNK_GROUP; base < end; base += kBatchStates) {
+    const int n = min(end - base, kBatchStates), begin = max(first - base, 0);
+#pragma unroll 4
+    for (int c = begin + lane / kCopiers; c < n; c += 32 / kCopiers)
+      copy16_async(batch.o[c] + lane % kCopiers * 4, from + (int64_t)(base + c) * query.n * kDims);
+    commit_copies();
+    float2 ml[2];
 #pragma unroll
-    for (int c = 0; c < kBatch; c++)
-      if (alive >> c & 1) o[c] = *(const float2 *)(from + (int64_t)(base + c) * query.n * kDims);
+    for (int j = 0; j < 2; j++) {
+      const int c = j * 32 + lane;
+      ml[j] = c >= begin && c < n ? own[(int64_t)(base + c) * query.n] : make_float2(kMasked, 0.0f);
+      if (length > 1 && c < n) *(float2 *)&batch.factors[c] = ml[j];
+    }
+    if (length == 1) find_factors(batch, ml);
+    wait_copies<0>();
+    __syncwarp();
     if (length == 1)
-      absorb_batch<true>(total, alive, o, ml);
+      absorb_chunks(total, batch, begin, n);
     else
-      absorb_batch<false>(total, alive, o, ml);
+      absorb_groups(total, batch, begin, n);
+    __syncwarp();
   }
   const float inverse = total.l != 0.0f ? 1.0f / total.l : 0.0f;
   const int dim = part * kMergeDims + lane * 2;
@@ -258,9 +298,9 @@ template <class Kv, int kDims>
 void launch_with(const Launcher &launcher, const StatesArgs &args) {
   const PlaceArgs &place = args.attend.place;
   const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + 8);
-  launcher.launch(attend_states<Kv, kDims>, Shape{dim3(2 * launcher.context.n_multiprocessors), kCtaThreads, nbytes, 1}, args);
+  launcher.launch(attend_states<Kv, kDims>, Shape{dim3(span_ctas(launcher.context)), kCtaThreads, nbytes, 1}, args);
   const int n_warps = place.rows.n_rows * place.n_heads * (kDims / kMergeDims), of_cta = kMergeThreads / 32;
-  launcher.launch(merge_states<kDims>, Shape{dim3((n_warps + of_cta - 1) / of_cta), kMergeThreads, 0, 1}, args);
+  launcher.launch(merge_states<kDims>, Shape{dim3((n_warps + of_cta - 1) / of_cta), kMergeThreads, of_cta * kBatchBytes, 1}, args);
 }
 
 constexpr uint64_t kPlanBytes = (kMaxWindows * sizeof(SpanPlan) + 255) / 256 * 256;

@@ -9,7 +9,15 @@
 
 namespace tl {
 
-constexpr int kSomeThreads = kConsumers + 32;
+#if !defined(TL_PRODUCERS)
+#define TL_PRODUCERS 2
+#endif
+#if !defined(TL_IN_FLIGHT)
+#define TL_IN_FLIGHT 2
+#endif
+constexpr int kProducers = TL_PRODUCERS, kInFlight = TL_IN_FLIGHT;
+constexpr int kSomeThreads = kConsumers + 32 * kProducers;
+constexpr int kSomeBarrierBytes = 3 * kMaxStages * 8;
 
 struct SomeArgs {
   Matrix weight;
@@ -30,64 +38,109 @@ TL_DEVICE Items items_of(const SomeArgs &a, int n_chunks, int cta, int n_ctas) {
 
 #if TL_WGMMA
 
-// The stages of a matrix, tile after tile.
-template <class W>
-struct Walk {
-  const SomeArgs &a;
-  int n_stages, tile, stage;
-  int64_t panel_bytes, row_step;
-  StageSource from;
-  TL_DEVICE_MEMBER Walk(const SomeArgs &args, int N, int first_tile, int first_stage) : a(args), tile(first_tile), stage(first_stage) {
-    n_stages = (pad16(a.weight.n_in) + kStageColumns - 1) / kStageColumns;
-    panel_bytes = pad16(a.weight.n_in) / 16 * (int64_t)W::kBlockBytes;
-    row_step = (int64_t)a.source.n_groups * kGroupBytes;
-    from.panel_bytes = panel_bytes;
-    from.row_bytes = min(N / 8, a.source.n_groups) * kGroupBytes;
-    find();
-  }
-  TL_DEVICE_MEMBER void find() {
-    constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
-    from.weights = a.weight.data + tile * a.tile_panels * panel_bytes + stage * kPanelBytes;
-    from.rows = (const uint8_t *)a.source.data + stage * row_step;
-    from.n_panels = min(a.tile_panels, a.weight.n_out / kPanelRows - tile * a.tile_panels);
-    from.weight_bytes = min((int)panel_bytes - stage * kPanelBytes, kPanelBytes);
-  }
-  TL_DEVICE_MEMBER void next() {
-    if (++stage == n_stages) stage = 0, tile++;
-    find();
+// The ring, with a barrier more for each slot: weights and rows are counted apart, so that a producer knows which of its weights are there
+// while nobody may ask for rows yet.
+struct SomeRing : Ring {
+  shared_t rows;
+  TL_DEVICE_MEMBER void wait() const {
+    barrier_wait(full + slot * 8, parity);
+    barrier_wait(rows + slot * 8, parity);
   }
 };
 
-// By one lane of the producer warp.
-template <class W, int N>
-TL_DEVICE void produce(const SomeArgs &a, Ring ring, const Items &items, int n_chunks) {
-  Walk<W> walk(a, N, items.first / n_chunks, items.first % n_chunks * kChunkStages), rows = walk;
-  const auto before = [&](int item) { return item / n_chunks * walk.n_stages + item % n_chunks * kChunkStages; };
-  const int n = before(items.end) - before(items.first), n_early = min(ring.n_slots, n);
+// A producer's stages, every kProducers-th one of a matrix, tile after tile: where its weights begin, and its rows.
+template <class W>
+struct Walk {
+  static constexpr int kPanelBytes = kStageBlocks * W::kBlockBytes;
+  const SomeArgs &a;
+  int n_stages, last_bytes, tile, stage, n_panels;  // last_bytes: of the last stage of a panel
+  int64_t panel_bytes, row_step;
+  const uint8_t *weights, *rows;
+  TL_DEVICE_MEMBER Walk(const SomeArgs &args, int first_tile, int first_stage) : a(args), tile(first_tile), stage(first_stage) {
+    n_stages = n_stages_of(a.weight.n_in);
+    panel_bytes = pad16(a.weight.n_in) / 16 * (int64_t)W::kBlockBytes;
+    last_bytes = (int)panel_bytes - (n_stages - 1) * kPanelBytes;
+    row_step = (int64_t)a.source.n_groups * kGroupBytes;
+    weights = a.weight.data + tile * a.tile_panels * panel_bytes + stage * kPanelBytes;
+    rows = (const uint8_t *)a.source.data + stage * row_step;
+    settle();
+  }
+  TL_DEVICE_MEMBER void settle() {
 #pragma unroll 1
-  for (int s = 0; s < n_early; s++, walk.next()) request_weights<W>(ring, walk.from, s);
+    while (stage >= n_stages) {
+      stage -= n_stages, tile++;
+      weights += a.tile_panels * panel_bytes - n_stages * kPanelBytes;
+      rows -= n_stages * row_step;
+    }
+    n_panels = min(a.tile_panels, a.weight.n_out / kPanelRows - tile * a.tile_panels);
+  }
+  TL_DEVICE_MEMBER void next() {
+    stage += kProducers, weights += kProducers * kPanelBytes, rows += kProducers * row_step;
+    settle();
+  }
+  TL_DEVICE_MEMBER void request_weights(const SomeRing &ring, int slot, uint64_t policy) const {
+    const int nbytes = stage + 1 < n_stages ? kPanelBytes : last_bytes;
+    const shared_t full = ring.full + slot * 8;
+    shared_t to = ring.memory + slot * ring.stage_bytes;
+    const uint8_t *from = weights;
+    barrier_arrive_expecting(full, n_panels * nbytes);
+#pragma unroll 1
+    for (int i = 0; i < n_panels; i++, to += kPanelBytes, from += panel_bytes) copy_bulk(to, from, nbytes, full, policy);
+  }
+  TL_DEVICE_MEMBER void request_rows(const SomeRing &ring, int slot, int nbytes) const {
+    barrier_arrive_expecting(ring.rows + slot * 8, nbytes);
+    copy_bulk(ring.memory + slot * ring.stage_bytes + ring.weight_bytes, rows, nbytes, ring.rows + slot * 8);
+  }
+};
+
+// By one lane of a producer warp, which has every kProducers-th stage and slot. It asks for weights of up to kInFlight stages that are not
+// there yet: more would not make memory faster, but what other kernels wait for would queue behind them.
+template <class W, int N>
+TL_DEVICE void produce(const SomeArgs &a, SomeRing ring, const Items &items, int n_chunks, int producer) {
+  Walk<W> walk(a, items.first / n_chunks, items.first % n_chunks * kChunkStages + producer), rows = walk;
+  const int n_stages = walk.n_stages, row_bytes = min(N / 8, a.source.n_groups) * kGroupBytes;
+  const auto before = [&](int item) { return item / n_chunks * n_stages + item % n_chunks * kChunkStages; };
+  const int n = before(items.end) - before(items.first), n_early = min(ring.n_slots, n);
+  const uint64_t policy = pass_policy();  // what is read once does not drive out what kernels hand to each other
+  int arriving = producer, parity = 0;    // the slot whose weights must be there before more are asked for
+  const int ahead = min(kProducers * kInFlight, ring.n_slots);
+  const auto pace = [&](int s) {
+    if (s < ahead) return;
+    barrier_wait(ring.full + arriving * 8, parity);
+    arriving += kProducers;
+    if (arriving >= ring.n_slots) arriving = producer, parity ^= 1;
+  };
+#pragma unroll 1
+  for (int s = producer; s < n_early; s += kProducers, walk.next()) {
+    pace(s);
+    walk.request_weights(ring, s, policy);
+  }
   wait_for_previous_kernel();
 #pragma unroll 1
-  for (int s = 0; s < n_early; s++, rows.next()) request_rows(ring, rows.from, s);
+  for (int s = producer; s < n_early; s += kProducers, rows.next()) rows.request_rows(ring, s, row_bytes);
+  ring.slot = producer;
 #pragma unroll 1
-  for (int s = n_early; s < n; s++, walk.next()) {
+  for (int s = n_early + producer; s < n; s += kProducers, walk.next()) {
+    pace(s);
     barrier_wait(ring.empty + ring.slot * 8, ring.parity);
-    request_weights<W>(ring, walk.from, ring.slot);
-    request_rows(ring, walk.from, ring.slot);
-    ring.next();
+    walk.request_weights(ring, ring.slot, policy);
+    walk.request_rows(ring, ring.slot, row_bytes);
+    ring.slot += kProducers;
+    if (ring.slot >= ring.n_slots) ring.slot = producer, ring.parity ^= 1;
   }
 }
 
 // The ring in a CTA's shared memory; by all its threads, who meet.
 template <class W, int N>
-TL_DEVICE Ring begin_ring(const SomeArgs &a) {
+TL_DEVICE SomeRing begin_ring(const SomeArgs &a) {
   using S = Stage<W, N>;
   const int weight_bytes = a.tile_panels * S::kPanelBytes, stage_bytes = weight_bytes + S::kRowBytes;
   const shared_t memory = shared_of(shared_memory<uint8_t>()), barriers = memory + a.n_stages * stage_bytes;
-  const Ring ring{memory, barriers, barriers + kMaxStages * 8, a.n_stages, stage_bytes, weight_bytes};
+  const SomeRing ring{{memory, barriers, barriers + kMaxStages * 8, a.n_stages, stage_bytes, weight_bytes}, barriers + 2 * kMaxStages * 8};
   if (threadIdx.x == 0) {
     for (int s = 0; s < a.n_stages; s++) {
       barrier_init(ring.full + s * 8, 1);
+      barrier_init(ring.rows + s * 8, 1);
       barrier_init(ring.empty + s * 8, kConsumers / 32);
     }
     barrier_init_done();
@@ -113,9 +166,10 @@ Shape cut_some(const tl_context &context, SomeArgs &a) {
     if (most(panels) < most(a.tile_panels)) a.tile_panels = panels;
   a.n_items = n_items(a.tile_panels);
   const int stage_bytes = a.tile_panels * S::kPanelBytes + S::kRowBytes;
-  const int beyond = kBarrierBytes + (kTilePanels - a.tile_panels) * S::kPanelBytes;  // of the last stage the tensor cores read whole tiles
+  const int beyond = kSomeBarrierBytes + (kTilePanels - a.tile_panels) * S::kPanelBytes;  // of the last stage the tensor cores read whole tiles
   const int most_stages = (a.n_items / unit + n_ctas - 1) / n_ctas * unit * kChunkStages;  // of a CTA
   a.n_stages = std::min({kMaxStages, most_stages, (std::min(kSharedBytes, context.max_shared_nbytes) - beyond) / stage_bytes});
+  a.n_stages = a.n_stages / kProducers * kProducers;  // a slot is always the same producer's
   return {dim3(std::min(a.n_items / unit, n_ctas)), kSomeThreads, a.n_stages * stage_bytes + beyond, 1};
 }
 
