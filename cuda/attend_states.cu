@@ -5,23 +5,15 @@
 // No CTA waits for another. Keys and values that earlier batches wrote are asked for before the kernel before this one has ended.
 #include <algorithm>
 
-#include "attend_spans.cuh"
+#include "attend_states.cuh"
 
 namespace tl {
 namespace {
 
-constexpr int kTeams = kSpanTeams, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
-constexpr int kMergeThreads = 128, kMergeDims = 64;  // dims of a query that a warp merges
-constexpr int kBatchStates = 3 * TL_CHUNK_GROUP;     // that it has at a time
-constexpr int kBatchBytes = kBatchStates * (kMergeDims * 4 + 16);
-static_assert(kBatchStates > 32 && kBatchStates <= 64, "a lane has m and l of two");
+constexpr int kTeams = kTeamsOfCta, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
+constexpr int kSlots = 2;  // chunks of a team in shared memory
 
-struct StatesArgs {
-  AttendArgs attend;
-  const SpanPlan *plan;
-  float *o;    // (n_states, head_pad)
-  float2 *ml;  // (n_states,)
-};
+TL_BOTH int team_nbytes(int chunk_bytes) { return kSlots * (chunk_bytes + (int)sizeof(UnitPlan) + 16); }  // of it, whole words of sixteen
 
 #if TL_WGMMA
 
@@ -95,55 +87,101 @@ TL_DEVICE void leave_state(const StatesArgs &s, OwnState &state, const float (&o
 
 #endif
 
+#if TL_WGMMA
+
+// Chunks of a team, one after another: of units that follow each other, head after head.
+struct Cursor {
+  UnitPlan unit;
+  int kv_head, index, left;  // left: units, this one too
+  int chunk;
+  TL_DEVICE_MEMBER void begin(const TeamPlan &t) { unit = t.unit, kv_head = t.kv_head, index = t.index, left = t.n, chunk = unit.chunk; }
+  // Whether another unit comes next.
+  TL_DEVICE_MEMBER bool step() {
+    if (++chunk < unit.end) return false;
+    left--;
+    return left > 0;
+  }
+  TL_DEVICE_MEMBER void follow(const SpanPlan *plan, int n_units) {
+    if (++index == n_units) index = 0, kv_head++;
+    load_fresh(unit, plan->unit + index);
+    chunk = unit.chunk;
+  }
+};
+
+// Shared memory of a team: the pages of two chunks, one of which comes while the other is attended to, and whose chunks they are.
+struct TeamMemory {
+  shared_t pages, full;
+  UnitPlan *unit;
+  int chunk_bytes;
+};
+
+// By the team's first warp: asks for the chunk that the cursor is at, and moves it on. (What follows a unit is kept with its pages, so that
+// others need not look it up.)
+TL_DEVICE void request_next(const AttendArgs &a, const SpanPlan *plan, int n_units, const TeamMemory &memory, Cursor &at, int slot) {
+  if (at.left <= 0) return;
+  const UnitPlan &u = at.unit;
+  const int32_t *table = u.table + (int64_t)a.place.rows.stage * a.place.rows.table_stride;
+  const int page = page_for_lane(table, at.chunk, {u.first_key, u.end_key});
+  if (elected()) memory.unit[slot] = u;
+  __syncwarp();
+  request_chunk(a, memory.pages + slot * memory.chunk_bytes, page, at.kv_head, memory.full + slot * 8);
+  if (at.step()) at.follow(plan, n_units);
+}
+
+#endif
+
 template <class Kv, int kDims>
 __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs s) {
 #if TL_WGMMA
   const AttendArgs &a = s.attend;
-  const int n_kv_heads = a.place.n_kv_heads, group = a.place.n_heads / n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
-  const int chunk_bytes = kPagesOfChunk * page_bytes;
+  const int group = a.place.n_heads / a.place.n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4;  // the same for the warp, and known to be
-  const shared_t memory = shared_of(shared_memory<uint8_t>()), pages = memory + team * chunk_bytes, full = memory + kTeams * chunk_bytes + team * 8;
+  const bool requests = warp % 4 == 0;
+  TeamMemory memory;
+  memory.chunk_bytes = kPagesOfChunk * page_bytes;
+  uint8_t *own_memory = shared_memory<uint8_t>() + team * team_nbytes(memory.chunk_bytes);
+  memory.pages = shared_of(own_memory);
+  memory.unit = (UnitPlan *)(own_memory + kSlots * memory.chunk_bytes);
+  memory.full = shared_of(memory.unit + kSlots);
   let_next_kernel_start();
   touch_arguments(s);
+  TeamPlan begin;
+  load_fresh(begin, s.plan->team + blockIdx.x * kTeams + team);
+  const int n_units = load_fresh(&s.plan->n_units);
+  const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
   if (threadIdx.x % kTeamThreads == 0) {
-    barrier_init(full, 1);
+    for (int i = 0; i < kSlots; i++) barrier_init(memory.full + i * 8, 1);
     barrier_init_done();
   }
   __syncthreads();
-  const int n_units = load_fresh(&s.plan->n_units) * n_kv_heads, step = kTeams * gridDim.x;
-  const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
-  const int64_t stage_entries = (int64_t)a.place.rows.stage * a.place.rows.table_stride;
-  int index = blockIdx.x + team * gridDim.x, parity = 0;
-  UnitPlan unit;
-  load_fresh(unit, s.plan->unit + index / n_kv_heads);  // beside n_units: there are that many, see plan_spans
-  // By the team's first warp.
-  const auto request = [&](int index, int chunk) {
-    if (warp % 4) return;
-    const int page = page_for_lane(unit.table + stage_entries, chunk, {unit.first_key, unit.end_key});
-    request_chunk(a, pages, page, index % n_kv_heads, full);
-  };
-  if (index < n_units && unit.early) request(index, unit.chunk);
+  Cursor asked;  // of the team's first warp
+  asked.begin(begin);
+  int n_asked = 0;
+  if (requests)
+    while (n_asked < kSlots && asked.left > 0 && (asked.chunk + 1) * TL_KEY_CHUNK <= asked.unit.written)
+      request_next(a, s.plan, n_units, memory, asked, n_asked++);
   wait_for_previous_kernel();
-  if (index < n_units && !unit.early) request(index, unit.chunk);
+  if (requests)
+    for (; n_asked < kSlots; n_asked++) request_next(a, s.plan, n_units, memory, asked, n_asked);
+  UnitPlan unit = begin.unit;
+  int kv_head = begin.kv_head, index = begin.index, left = begin.n, slot = 0, parity = 0;
 #pragma unroll 1
-  while (index < n_units) {
+  while (left > 0) {
     const OwnQueries own = own_queries(a, unit, group);
-    const int kv_head = index % n_kv_heads, end = unit.end;
     const bool works = warp % 4 * kTileQueries < unit.n;  // whether any of the warp's queries is there
     const int64_t first_state = unit.state + (int64_t)kv_head * unit.head_states;
     OwnState state;
 #pragma unroll 1
-    for (int chunk = unit.chunk; chunk < end; chunk++) {
-      uint32_t q[kDims / 16][4];  // again for each chunk: its registers are needed for the output
+    for (int chunk = unit.chunk, next = 0; !next; chunk++) {
+      const Sight sight = sight_of(own.keys, chunk * TL_KEY_CHUNK);
+      const shared_t pages = memory.pages + slot * memory.chunk_bytes;
+      float scores[kPagesOfChunk][2][4], m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f}, o[kDims / 2];
+      uint32_t q[kDims / 16][4], p[kPagesOfChunk][4];  // q again for each chunk: its registers are needed for the output
       if (works)
         load_own_queries<kDims>(q, a, unit, own, group, kv_head);
       else
         clear(q);
-      const Sight sight = sight_of(own.keys, chunk * TL_KEY_CHUNK);
-      float scores[kPagesOfChunk][2][4], m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f}, o[kDims / 2];
-      uint32_t p[kPagesOfChunk][4];
-      barrier_wait(full, parity);
-      parity ^= 1;
+      barrier_wait(memory.full + slot * 8, parity);
       score_chunk<Kv, kDims>(scores, q, pages, page_bytes);
       if (works)
         soften_chunk<Kv>(p, m, scores, own.keys, chunk * TL_KEY_CHUNK, sight, a.scale);
@@ -156,151 +194,28 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
       wgmma_wait<0>();
       accumulators_ready(o);
       sync_threads(1 + team, kTeamThreads);  // the pages have been read
-      if (chunk + 1 < end) {
-        request(index, chunk + 1);
-      } else {
-        index += step;
-        if (index < n_units) {
-          load_fresh(unit, s.plan->unit + index / n_kv_heads);
-          request(index, unit.chunk);
-        }
-      }
+      if (requests) request_next(a, s.plan, n_units, memory, asked, slot);
       if (merges)
         leave_state<kDims, true>(s, state, o, m, l, own, sight, first_state);
       else
         leave_state<kDims, false>(s, state, o, m, l, own, sight, first_state);
+      if (++slot == kSlots) slot = 0, parity ^= 1;
+      next = chunk + 1 >= unit.end;
     }
+    if (--left == 0) break;
+    if (++index == n_units) index = 0, kv_head++;
+    barrier_wait(memory.full + slot * 8, parity);  // and so is what they are of
+    unit = memory.unit[slot];
   }
-#endif
-}
-
-#if TL_WGMMA
-
-// A query's state of two dims a lane.
-struct Merged {
-  float m = kMasked, l = 0.0f, o[2] = {0.0f, 0.0f};
-  TL_DEVICE_MEMBER void absorb(MergeFactors f, float later_l, float2 later) {
-    l = merge_value(l, later_l, f);
-    o[0] = merge_value(o[0], later.x, f);
-    o[1] = merge_value(o[1], later.y, f);
-  }
-  TL_DEVICE_MEMBER void absorb(float later_m, float later_l, float2 later) {
-    absorb(merge_factors(m, later_m), later_l, later);
-    m = fmaxf(m, later_m);
-  }
-};
-
-// States of a query that a warp has in shared memory: some dims of O, and what merges them. All of them come at once, so that a merge is one
-// way to memory, and the loop over them is short code: what is run once has to be fetched, too.
-struct Batch {
-  float o[kBatchStates][kMergeDims];
-  float4 factors[kBatchStates];  // of earlier chunks and of this one, l, and the largest m of the group up to here; of a group m and l
-};
-static_assert(sizeof(Batch) == kBatchBytes, "of shared memory");
-
-// Factors of a batch's chunks that exist (32 j + lane of it is `ml[j]`, masked where there is none), by a warp.
-TL_DEVICE void find_factors(Batch &batch, const float2 (&ml)[2]) {
-  const int place = lane_id() % TL_CHUNK_GROUP;
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    float top = ml[j].x;
-#pragma unroll
-    for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
-      const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
-      if (place >= d) top = fmaxf(top, other);
-    }
-    const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
-    const MergeFactors f = merge_factors(place ? left : kMasked, ml[j].x);
-    if (j * 32 + lane_id() < kBatchStates) batch.factors[j * 32 + lane_id()] = make_float4(f.earlier, f.later, ml[j].y, top);
-  }
-}
-
-// Takes in the chunks begin .. end - 1 of a batch, of whole groups but for the first and the last.
-TL_DEVICE void absorb_chunks(Merged &total, const Batch &batch, int begin, int end) {
-#pragma unroll 1
-  for (int first = begin / TL_CHUNK_GROUP * TL_CHUNK_GROUP; first < end; first += TL_CHUNK_GROUP) {
-    Merged group;
-#pragma unroll 4
-    for (int c = max(begin, first); c < min(end, first + TL_CHUNK_GROUP); c++) {
-      const float4 f = batch.factors[c];
-      group.absorb({f.x, f.y}, f.z, *(const float2 *)(batch.o[c] + lane_id() * 2));
-    }
-    group.m = batch.factors[first + TL_CHUNK_GROUP - 1].w;
-    if (group.m != kMasked) total.absorb(group.m, group.l, make_float2(group.o[0], group.o[1]));
-  }
-}
-
-// The same of groups.
-TL_DEVICE void absorb_groups(Merged &total, const Batch &batch, int begin, int end) {
-#pragma unroll 1
-  for (int c = begin; c < end; c++) {
-    const float2 ml = *(const float2 *)&batch.factors[c];
-    if (ml.x != kMasked) total.absorb(ml.x, ml.y, *(const float2 *)(batch.o[c] + lane_id() * 2));
-  }
-}
-
-#endif
-
-// A warp merges some dims of one head of a row.
-template <int kDims>
-__global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s) {
-#if TL_WGMMA
-  constexpr int kParts = kDims / kMergeDims, kCopiers = kMergeDims / 4;  // lanes that copy a state
-  const AttendArgs &a = s.attend;
-  Batch &batch = shared_memory<Batch>()[warp_id()];
-  let_next_kernel_start();
-  touch_arguments(s);
-  const int item = blockIdx.x * (kMergeThreads / 32) + warp_id(), part = item % kParts, n_heads = a.place.n_heads;
-  const int head = item / kParts % n_heads, row = item / kParts / n_heads, lane = lane_id(), head_dim = a.place.head_dim;
-  if (row >= a.place.rows.n_rows) return;
-  const int group = n_heads / a.place.n_kv_heads, pos = a.place.rows.pos[row], length = load_fresh(&s.plan->segment_chunks);
-  QueryPlan query;
-  load_fresh(query, s.plan->query + row * group + head % group);
-  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
-  const int first = keys.first / TL_KEY_CHUNK / length, end = (n_chunks_before(keys.end) + length - 1) / length;
-  const int64_t state = query.state + (int64_t)(head / group) * query.head_states;
-  const float *from = s.o + state * kDims + part * kMergeDims + lane % kCopiers * 4;
-  const float2 *own = s.ml + state;
-  wait_for_previous_kernel();
-  Merged total;
-#pragma unroll 1
-  for (int base = first / TL_CHUNK_GROUP * TL_CHUNK_GROUP; base < end; base += kBatchStates) {
-    const int n = min(end - base, kBatchStates), begin = max(first - base, 0);
-#pragma unroll 4
-    for (int c = begin + lane / kCopiers; c < n; c += 32 / kCopiers)
-      copy16_async(batch.o[c] + lane % kCopiers * 4, from + (int64_t)(base + c) * query.n * kDims);
-    commit_copies();
-    float2 ml[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int c = j * 32 + lane;
-      ml[j] = c >= begin && c < n ? own[(int64_t)(base + c) * query.n] : make_float2(kMasked, 0.0f);
-      if (length > 1 && c < n) *(float2 *)&batch.factors[c] = ml[j];
-    }
-    if (length == 1) find_factors(batch, ml);
-    wait_copies<0>();
-    __syncwarp();
-    if (length == 1)
-      absorb_chunks(total, batch, begin, n);
-    else
-      absorb_groups(total, batch, begin, n);
-    __syncwarp();
-  }
-  const float inverse = total.l != 0.0f ? 1.0f / total.l : 0.0f;
-  const int dim = part * kMergeDims + lane * 2;
-  if (dim < head_dim) store_operand_pair(a.out, row, head * head_dim + dim, total.o[0] * inverse, total.o[1] * inverse);
-  if (head != n_heads - 1 || part) return;
-  for (int k = n_heads * head_dim + lane; k < a.out.n_in; k += 32) store_operand(a.out, row, k, 0.0f);
 #endif
 }
 
 template <class Kv, int kDims>
 void launch_with(const Launcher &launcher, const StatesArgs &args) {
   const PlaceArgs &place = args.attend.place;
-  const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + 8);
+  const int nbytes = kTeams * team_nbytes(kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes));
   launcher.launch(attend_states<Kv, kDims>, Shape{dim3(span_ctas(launcher.context)), kCtaThreads, nbytes, 1}, args);
-  const int n_warps = place.rows.n_rows * place.n_heads * (kDims / kMergeDims), of_cta = kMergeThreads / 32;
-  launcher.launch(merge_states<kDims>, Shape{dim3((n_warps + of_cta - 1) / of_cta), kMergeThreads, of_cta * kBatchBytes, 1}, args);
+  launch_merge_states(launcher, args);
 }
 
 constexpr uint64_t kPlanBytes = (kMaxWindows * sizeof(SpanPlan) + 255) / 256 * 256;

@@ -23,12 +23,10 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_gated(const GatedArgs ar
   const Items items = items_of(a, n_chunks, blockIdx.x, gridDim.x);
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
-    if (elected()) produce<W, N>(a, ring, items, n_chunks, warp - kConsumers / 32);
+    produce<W, N>(a, ring, items, n_chunks, warp - kConsumers / 32);
     return;
   }
-  const auto release = [&](int slot) {
-    if (lane_id() == 0) barrier_arrive(ring.empty + slot * 8);
-  };
+  const auto release = [&](int held) { ring.release(held); };
   wait_for_previous_kernel();  // what was in memory has been read
 #pragma unroll 1
   for (int item = items.first; item < items.end; item += n_chunks) {
@@ -80,7 +78,7 @@ void launch_with(const Launcher &launcher, const GatedArgs &args) {
 bool gemm_takes_gates(const GemmArgs &args) { return args.n_rows <= kMaxSumRows && takes_gates(args.epilogue); }
 
 void launch_gemm_gated(const Launcher &launcher, const GemmArgs &args) {
-  const GatedArgs gated{{args.weight, args.source, args.n_rows, 0, 0, 0, true}, args.bias, args.epilogue};
+  const GatedArgs gated{{args.weight, args.source, args.n_rows, 0, 0, 0, 0, true}, args.bias, args.epilogue};
   switch (args.weight.dtype) {
     case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, gated);
     case TL_F16: return launch_with<FloatWeights<F16>>(launcher, gated);

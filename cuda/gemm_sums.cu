@@ -39,12 +39,10 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_sums(const SumsArgs args
   const Items items = items_of(a, n_chunks, blockIdx.x, gridDim.x);
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
   if (warp >= kConsumers / 32) {
-    if (elected()) produce<W, N>(a, ring, items, n_chunks, warp - kConsumers / 32);
+    produce<W, N>(a, ring, items, n_chunks, warp - kConsumers / 32);
     return;
   }
-  const auto release = [&](int slot) {
-    if (lane_id() == 0) barrier_arrive(ring.empty + slot * 8);
-  };
+  const auto release = [&](int held) { ring.release(held); };
   wait_for_previous_kernel();  // what was in memory has been read
   float sum[N / 2];
 #pragma unroll
@@ -83,7 +81,7 @@ bool gemm_leaves_sums(const tl_context &context, const Matrix &weight, int n_row
 }
 
 ChunkSums launch_gemm_sums(const Launcher &launcher, const Matrix &weight, const float *bias, int n_rows, const Operand &source, float *sums) {
-  const SumsArgs args{{weight, source, n_rows, 0, 0, 0, false}, sums};
+  const SumsArgs args{{weight, source, n_rows, 0, 0, 0, 0, false}, sums};
   switch (weight.dtype) {
     case TL_BF16: launch_with<FloatWeights<Bf16>>(launcher, args); break;
     case TL_F16: launch_with<FloatWeights<F16>>(launcher, args); break;
