@@ -100,9 +100,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s
   constexpr int kParts = kDims / kMergeDims, kCopiers = kMergeDims / 4;  // lanes that copy a state
   const AttendArgs &a = s.attend;
   Batch &batch = shared_memory<Batch>()[warp_id()];
-#if !TL_MERGE_LATE
   let_next_kernel_start();
-#endif
   touch_arguments(s);
   const int item = blockIdx.x * (kMergeThreads / 32) + warp_id(), part = item % kParts, n_heads = a.place.n_heads;
   const int head = item / kParts % n_heads, row = item / kParts / n_heads, lane = lane_id(), head_dim = a.place.head_dim;
@@ -133,9 +131,6 @@ __global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s
     }
     if (length == 1) find_factors(batch, ml);
     wait_copies<0>();
-#if TL_MERGE_LATE
-    let_next_kernel_start();
-#endif
     __syncwarp();
     if (length == 1)
       absorb_chunks(total, batch, begin, n);

@@ -9,7 +9,7 @@
 namespace tl {
 
 constexpr int kSpanRows = 128, kSpanQueries = 2048;  // most rows, and most queries of a KV head
-constexpr int kTeamsOfCta = 2, kMaxTeams = 512;  // of attention
+constexpr int kTeamsOfCta = 2, kMaxTeams = 1024;  // of attention
 constexpr int kMaxSpans = kSpanRows + kSpanQueries / kWideQueries;
 
 // States of a head of a plan that there is memory for.
@@ -52,8 +52,8 @@ struct alignas(16) SpanPlan {
   UnitPlan unit[2 * kHeldStates];
 };
 
-// A CTA a multiprocessor.
-inline int span_ctas(const tl_context &context) { return std::min(context.n_multiprocessors, kMaxTeams / kTeamsOfCta); }
+// Two CTAs a multiprocessor.
+inline int span_ctas(const tl_context &context) { return std::min(2 * context.n_multiprocessors, kMaxTeams / kTeamsOfCta); }
 
 #if TL_WGMMA
 TL_DEVICE int n_chunks_before(int key) { return (key + TL_KEY_CHUNK - 1) / TL_KEY_CHUNK; }

@@ -11,41 +11,47 @@ namespace tl {
 namespace {
 
 constexpr int kTeams = kTeamsOfCta, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
-constexpr int kSlots = 2;  // chunks of a team in shared memory
 
-TL_BOTH int team_nbytes(int chunk_bytes) { return kSlots * (chunk_bytes + (int)sizeof(UnitPlan) + 16); }  // of it, whole words of sixteen
+// A warp's shared memory: its queries on their way to registers, then their O on its way to memory. Rows are a little apart, so that those of
+// eight meet all banks.
+template <int kDims>
+struct Passage {
+  static constexpr int kQueryBytes = kDims * 2 + 16, kFloats = kDims + 8, kBytes = kTileQueries * kQueryBytes;
+};
 
 #if TL_WGMMA
 
-// This lane's two queries of a unit, as rows of the warp's tile.
-struct OwnQueries {
-  Keys keys[2];
-  int index[2];  // in the unit; not below its n where there is none
-};
+// This lane's two queries of a unit, as rows of the warp's tile: in the unit.
+TL_DEVICE int own_index(int h) { return warp_id() % 4 * kTileQueries + lane_id() / 4 + 8 * h; }
 
-TL_DEVICE OwnQueries own_queries(const AttendArgs &a, const UnitPlan &u, int group) {
-  OwnQueries own;
+// Their keys; none where there is no query.
+TL_DEVICE void find_keys(Keys (&keys)[2], const AttendArgs &a, int begin, int n, int group) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    own.index[h] = warp_id() % 4 * kTileQueries + lane_id() / 4 + 8 * h;
-    const int pos = own.index[h] < u.n ? a.place.rows.pos[(u.begin + own.index[h]) / group] : -1;
-    own.keys[h] = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
+    const int pos = own_index(h) < n ? a.place.rows.pos[(begin + own_index(h)) / group] : -1;
+    keys[h] = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
   }
-  return own;
 }
 
 // The warp's queries of a KV head as left operands; those that are not there are zero.
 template <int kDims>
-TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, const UnitPlan &u, const OwnQueries &own, int group, int kv_head) {
+TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, int begin, int n, int group, int kv_head, shared_t passage) {
+  constexpr int kStride = Passage<kDims>::kQueryBytes, kLanes = kDims / 8, kRows = 32 / kLanes;  // a lane has eight dims of a query
+  const int lane = lane_id(), first = warp_id() % 4 * kTileQueries;
+  uint4 v[kTileQueries / kRows];
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int flat = u.begin + min(own.index[h], u.n - 1), head = kv_head * group + flat % group;
-    const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)(flat / group) * a.place.n_heads + head) * kDims + lane_id() % 4 * 2;
-#pragma unroll
-    for (int b = 0; b < kDims / 16; b++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) q[b][half * 2 + h] = own.index[h] < u.n ? *(const uint32_t *)(from + b * 16 + half * 8) : 0;
+  for (int i = 0; i < kTileQueries / kRows; i++) {
+    const int index = first + i * kRows + lane / kLanes, flat = begin + min(index, n - 1), head = kv_head * group + flat % group;
+    const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)(flat / group) * a.place.n_heads + head) * kDims;
+    v[i] = index < n ? *(const uint4 *)(from + lane % kLanes * 8) : make_uint4(0, 0, 0, 0);
   }
+#pragma unroll
+  for (int i = 0; i < kTileQueries / kRows; i++) store_shared16(passage + (i * kRows + lane / kLanes) * kStride + lane % kLanes * 16, v[i]);
+  __syncwarp();
+  const shared_t row = passage + (lane % 16) * kStride + lane / 16 * 16;
+#pragma unroll
+  for (int b = 0; b < kDims / 16; b++) ldmatrix4(q[b], row + b * 32);
+  __syncwarp();
 }
 
 template <int n>
@@ -54,78 +60,55 @@ TL_DEVICE void clear(uint32_t (&x)[n][4]) {
   for (int i = 0; i < n * 4; i++) x[i / 4][i % 4] = 0;
 }
 
-// What a lane's queries have of a unit so far.
-struct OwnState {
-  float m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f};
-};
-
-// A chunk's state, or what a unit's state becomes with it, to memory. kMerges: units are groups of chunks.
-template <int kDims, bool kMerges>
-TL_DEVICE void leave_state(const StatesArgs &s, OwnState &state, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2],
-                           const OwnQueries &own, const Sight &sight, int64_t first) {
+// The state of a chunk, which is a whole unit: O goes through shared memory, so that whole rows of it are stored at once. By a warp.
+template <int kDims>
+TL_DEVICE void leave_state(const StatesArgs &s, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2], const Sight &sight,
+                           int first, shared_t passage) {
+  constexpr int kFloats = Passage<kDims>::kFloats, kLanes = kDims / 4, kRows = 32 / kLanes;  // a lane has four dims of a query
+  static_assert(8 * kFloats * 4 <= Passage<kDims>::kBytes, "eight queries at a time");
+  const int lane = lane_id();
+  const shared_t to = passage + (lane / 4 * kFloats + lane % 4 * 2) * 4;
+  float *out = s.o + (int64_t)(first + warp_id() % 4 * kTileQueries + lane / kLanes) * kDims + lane % kLanes * 4;
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    if (!sight.alive[h]) continue;
-    const MergeFactors f = merge_factors(state.m[h], m[h]);
-    const bool begins = state.m[h] == kMasked;
-    state.l[h] = kMerges ? merge_value(state.l[h], l[h], f) : l[h];
-    state.m[h] = kMerges ? fmaxf(state.m[h], m[h]) : m[h];
-    const int64_t at = first + own.index[h];
-    if (lane_id() % 4 == 0) s.ml[at] = make_float2(state.m[h], state.l[h]);
-    float *to = s.o + at * kDims + lane_id() % 4 * 2;
+  for (int h = 0; h < 2; h++, out += 8 * kDims) {
+    const uint32_t alive = __ballot_sync(0xffffffffu, sight.alive[h]);
+    if (!alive) continue;
+    if (sight.alive[h] && lane % 4 == 0) s.ml[first + own_index(h)] = make_float2(m[h], l[h]);
 #pragma unroll
-    for (int i = 2 * h; i < kDims / 2; i += 4) {
-      float2 y = make_float2(o[i], o[i + 1]);
-      if (kMerges) {
-        const float2 before = begins ? make_float2(0.0f, 0.0f) : *(const float2 *)(to + i / 4 * 8);
-        y = make_float2(merge_value(before.x, y.x, f), merge_value(before.y, y.y, f));
-      }
-      *(float2 *)(to + i / 4 * 8) = y;
+    for (int i = 2 * h; i < kDims / 2; i += 4) store_shared8(to + i / 4 * 32, make_float2(o[i], o[i + 1]));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8; i += kRows) {
+      const int row = i + lane / kLanes;
+      if (alive >> (row * 4) & 1) *(uint4 *)(out + i * kDims) = load_shared16(passage + (row * kFloats + lane % kLanes * 4) * 4);
     }
+    __syncwarp();
   }
 }
 
-#endif
-
-#if TL_WGMMA
-
-// Chunks of a team, one after another: of units that follow each other, head after head.
-struct Cursor {
-  UnitPlan unit;
-  int kv_head, index, left;  // left: units, this one too
-  int chunk;
-  TL_DEVICE_MEMBER void begin(const TeamPlan &t) { unit = t.unit, kv_head = t.kv_head, index = t.index, left = t.n, chunk = unit.chunk; }
-  // Whether another unit comes next.
-  TL_DEVICE_MEMBER bool step() {
-    if (++chunk < unit.end) return false;
-    left--;
-    return left > 0;
+// What a unit's state, of chunks before, becomes with a chunk; `begins`: which is its first one.
+template <int kDims>
+TL_DEVICE void merge_state(const StatesArgs &s, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2], const Keys (&keys)[2],
+                           const Sight &sight, int first, int chunk, bool begins) {
+  float2 before[2];  // read by all four lanes of a query, before one of them writes
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const bool is_first = begins || keys[h].first >= chunk * TL_KEY_CHUNK;  // of the query's in this unit
+    before[h] = is_first || !sight.alive[h] ? make_float2(kMasked, 0.0f) : s.ml[first + own_index(h)];
   }
-  TL_DEVICE_MEMBER void follow(const SpanPlan *plan, int n_units) {
-    if (++index == n_units) index = 0, kv_head++;
-    load_fresh(unit, plan->unit + index);
-    chunk = unit.chunk;
-  }
-};
-
-// Shared memory of a team: the pages of two chunks, one of which comes while the other is attended to, and whose chunks they are.
-struct TeamMemory {
-  shared_t pages, full;
-  UnitPlan *unit;
-  int chunk_bytes;
-};
-
-// By the team's first warp: asks for the chunk that the cursor is at, and moves it on. (What follows a unit is kept with its pages, so that
-// others need not look it up.)
-TL_DEVICE void request_next(const AttendArgs &a, const SpanPlan *plan, int n_units, const TeamMemory &memory, Cursor &at, int slot) {
-  if (at.left <= 0) return;
-  const UnitPlan &u = at.unit;
-  const int32_t *table = u.table + (int64_t)a.place.rows.stage * a.place.rows.table_stride;
-  const int page = page_for_lane(table, at.chunk, {u.first_key, u.end_key});
-  if (elected()) memory.unit[slot] = u;
   __syncwarp();
-  request_chunk(a, memory.pages + slot * memory.chunk_bytes, page, at.kv_head, memory.full + slot * 8);
-  if (at.step()) at.follow(plan, n_units);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    if (!sight.alive[h]) continue;
+    const MergeFactors f = merge_factors(before[h].x, m[h]);
+    if (lane_id() % 4 == 0) s.ml[first + own_index(h)] = make_float2(fmaxf(before[h].x, m[h]), merge_value(before[h].y, l[h], f));
+    float *to = s.o + (int64_t)(first + own_index(h)) * kDims + lane_id() % 4 * 2;
+#pragma unroll
+    for (int i = 2 * h; i < kDims / 2; i += 4) {
+      const float2 y = before[h].x == kMasked ? make_float2(0.0f, 0.0f) : *(const float2 *)(to + i / 4 * 8);
+      *(float2 *)(to + i / 4 * 8) = make_float2(merge_value(y.x, o[i], f), merge_value(y.y, o[i + 1], f));
+    }
+  }
 }
 
 #endif
@@ -135,56 +118,56 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
 #if TL_WGMMA
   const AttendArgs &a = s.attend;
   const int group = a.place.n_heads / a.place.n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
+  const int chunk_bytes = kPagesOfChunk * page_bytes;
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4;  // the same for the warp, and known to be
-  const bool requests = warp % 4 == 0;
-  TeamMemory memory;
-  memory.chunk_bytes = kPagesOfChunk * page_bytes;
-  uint8_t *own_memory = shared_memory<uint8_t>() + team * team_nbytes(memory.chunk_bytes);
-  memory.pages = shared_of(own_memory);
-  memory.unit = (UnitPlan *)(own_memory + kSlots * memory.chunk_bytes);
-  memory.full = shared_of(memory.unit + kSlots);
+  const shared_t memory = shared_of(shared_memory<uint8_t>()), pages = memory + team * chunk_bytes;
+  const shared_t passage = memory + kTeams * chunk_bytes + warp * Passage<kDims>::kBytes;
+  const int behind = kTeams * chunk_bytes + kCtaThreads / 32 * Passage<kDims>::kBytes;
+  UnitPlan *held = (UnitPlan *)(shared_memory<uint8_t>() + behind) + team;  // for its first warp's requests
+  const shared_t full = memory + behind + kTeams * (int)sizeof(UnitPlan) + team * 8;
   let_next_kernel_start();
   touch_arguments(s);
-  TeamPlan begin;
-  load_fresh(begin, s.plan->team + blockIdx.x * kTeams + team);
-  const int n_units = load_fresh(&s.plan->n_units);
+  TeamPlan team_plan;
+  load_fresh(team_plan, s.plan->team + blockIdx.x * kTeams + team);
   const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
   if (threadIdx.x % kTeamThreads == 0) {
-    for (int i = 0; i < kSlots; i++) barrier_init(memory.full + i * 8, 1);
+    barrier_init(full, 1);
     barrier_init_done();
   }
   __syncthreads();
-  Cursor asked;  // of the team's first warp
-  asked.begin(begin);
-  int n_asked = 0;
-  if (requests)
-    while (n_asked < kSlots && asked.left > 0 && (asked.chunk + 1) * TL_KEY_CHUNK <= asked.unit.written)
-      request_next(a, s.plan, n_units, memory, asked, n_asked++);
+  int kv_head = team_plan.kv_head, index = team_plan.index, left = team_plan.n, parity = 0;
+  // By the team's first warp.
+  const auto request = [&](const UnitPlan &u, int chunk) {
+    const int32_t *table = u.table + (int64_t)a.place.rows.stage * a.place.rows.table_stride;
+    request_chunk(a, pages, page_for_lane(table, chunk, {u.first_key, u.end_key}), kv_head, full);
+  };
+  const bool requests = warp % 4 == 0, early = (team_plan.unit.chunk + 1) * TL_KEY_CHUNK <= team_plan.unit.written;
+  if (requests && left && early) request(team_plan.unit, team_plan.unit.chunk);
+  if (requests && elected()) *held = team_plan.unit;
   wait_for_previous_kernel();
-  if (requests)
-    for (; n_asked < kSlots; n_asked++) request_next(a, s.plan, n_units, memory, asked, n_asked);
-  UnitPlan unit = begin.unit;
-  int kv_head = begin.kv_head, index = begin.index, left = begin.n, slot = 0, parity = 0;
+  if (requests && left && !early) request(team_plan.unit, team_plan.unit.chunk);
+  int begin = team_plan.unit.begin, n = team_plan.unit.n, chunk = team_plan.unit.chunk, end = team_plan.unit.end;
+  int first_state = team_plan.unit.state + kv_head * team_plan.unit.head_states;
 #pragma unroll 1
   while (left > 0) {
-    const OwnQueries own = own_queries(a, unit, group);
-    const bool works = warp % 4 * kTileQueries < unit.n;  // whether any of the warp's queries is there
-    const int64_t first_state = unit.state + (int64_t)kv_head * unit.head_states;
-    OwnState state;
+    Keys keys[2];
+    find_keys(keys, a, begin, n, group);
+    const bool works = warp % 4 * kTileQueries < n;  // whether any of the warp's queries is there
 #pragma unroll 1
-    for (int chunk = unit.chunk, next = 0; !next; chunk++) {
-      const Sight sight = sight_of(own.keys, chunk * TL_KEY_CHUNK);
-      const shared_t pages = memory.pages + slot * memory.chunk_bytes;
-      float scores[kPagesOfChunk][2][4], m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f}, o[kDims / 2];
+    for (bool last = false, begins = true; !last; chunk++, begins = false) {
+      last = chunk + 1 >= end;
       uint32_t q[kDims / 16][4], p[kPagesOfChunk][4];  // q again for each chunk: its registers are needed for the output
       if (works)
-        load_own_queries<kDims>(q, a, unit, own, group, kv_head);
+        load_own_queries<kDims>(q, a, begin, n, group, kv_head, passage);
       else
         clear(q);
-      barrier_wait(memory.full + slot * 8, parity);
+      const Sight sight = sight_of(keys, chunk * TL_KEY_CHUNK);
+      float scores[kPagesOfChunk][2][4], m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f}, o[kDims / 2];
+      barrier_wait(full, parity);
+      parity ^= 1;
       score_chunk<Kv, kDims>(scores, q, pages, page_bytes);
       if (works)
-        soften_chunk<Kv>(p, m, scores, own.keys, chunk * TL_KEY_CHUNK, sight, a.scale);
+        soften_chunk<Kv>(p, m, scores, keys, chunk * TL_KEY_CHUNK, sight, a.scale);
       else
         clear(p);
       begin_weighing<Kv, kDims>(o, p, pages + a.place.kv.k_nbytes, page_bytes);
@@ -194,18 +177,20 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
       wgmma_wait<0>();
       accumulators_ready(o);
       sync_threads(1 + team, kTeamThreads);  // the pages have been read
-      if (requests) request_next(a, s.plan, n_units, memory, asked, slot);
+      if (requests && !last) request(*held, chunk + 1);
       if (merges)
-        leave_state<kDims, true>(s, state, o, m, l, own, sight, first_state);
-      else
-        leave_state<kDims, false>(s, state, o, m, l, own, sight, first_state);
-      if (++slot == kSlots) slot = 0, parity ^= 1;
-      next = chunk + 1 >= unit.end;
+        merge_state<kDims>(s, o, m, l, keys, sight, first_state, chunk, begins);
+      else if (works)
+        leave_state<kDims>(s, o, m, l, sight, first_state, passage);
     }
     if (--left == 0) break;
-    if (++index == n_units) index = 0, kv_head++;
-    barrier_wait(memory.full + slot * 8, parity);  // and so is what they are of
-    unit = memory.unit[slot];
+    if (++index == load_fresh(&s.plan->n_units)) index = 0, kv_head++;
+    UnitPlan unit;
+    load_fresh(unit, s.plan->unit + index);
+    if (requests) request(unit, unit.chunk);
+    if (requests && elected()) *held = unit;
+    begin = unit.begin, n = unit.n, chunk = unit.chunk, end = unit.end;
+    first_state = unit.state + kv_head * unit.head_states;
   }
 #endif
 }
@@ -213,7 +198,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
 template <class Kv, int kDims>
 void launch_with(const Launcher &launcher, const StatesArgs &args) {
   const PlaceArgs &place = args.attend.place;
-  const int nbytes = kTeams * team_nbytes(kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes));
+  const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + (int)sizeof(UnitPlan) + 8) + kCtaThreads / 32 * Passage<kDims>::kBytes;
   launcher.launch(attend_states<Kv, kDims>, Shape{dim3(span_ctas(launcher.context)), kCtaThreads, nbytes, 1}, args);
   launch_merge_states(launcher, args);
 }

@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_gated(const GatedArgs ar
     produce<W, N>(a, ring, items, n_chunks, warp - kConsumers / 32);
     return;
   }
-  const auto release = [&](int held) { ring.release(held); };
+  const auto release = [&](int slot) {
+    if (lane_id() == 0) barrier_arrive(ring.empty + slot * 8);
+  };
   wait_for_previous_kernel();  // what was in memory has been read
 #pragma unroll 1
   for (int item = items.first; item < items.end; item += n_chunks) {
@@ -78,7 +80,7 @@ void launch_with(const Launcher &launcher, const GatedArgs &args) {
 bool gemm_takes_gates(const GemmArgs &args) { return args.n_rows <= kMaxSumRows && takes_gates(args.epilogue); }
 
 void launch_gemm_gated(const Launcher &launcher, const GemmArgs &args) {
-  const GatedArgs gated{{args.weight, args.source, args.n_rows, 0, 0, 0, 0, true}, args.bias, args.epilogue};
+  const GatedArgs gated{{args.weight, args.source, args.n_rows, 0, 0, 0, true}, args.bias, args.epilogue};
   switch (args.weight.dtype) {
     case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, gated);
     case TL_F16: return launch_with<FloatWeights<F16>>(launcher, gated);

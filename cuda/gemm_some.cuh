@@ -10,14 +10,17 @@
 namespace tl {
 
 constexpr int kProducers = 2;  // warps that ask for weights; one more asks for rows
+#if !defined(TL_IN_FLIGHT)
+#define TL_IN_FLIGHT 1
+#endif
+constexpr int kInFlight = TL_IN_FLIGHT;
 constexpr int kSomeThreads = kConsumers + 32 * (kProducers + 1);
-constexpr int kWeightSlots = 24, kRowSlots = 6, kSomeBarrierBytes = 2 * (kWeightSlots + kRowSlots) * 8;
+constexpr int kSomeSlots = 12, kSomeBarrierBytes = 3 * kSomeSlots * 8;
 
 struct SomeArgs {
   Matrix weight;
   Operand source;
-  int32_t n_rows, tile_panels;
-  int32_t n_slots, n_row_slots;
+  int32_t n_rows, n_stages, tile_panels;
   int32_t n_items;  // tiles times chunks
   int32_t whole_tiles;  // a CTA takes all chunks of its tiles
 };
@@ -33,28 +36,12 @@ TL_DEVICE Items items_of(const SomeArgs &a, int n_chunks, int cta, int n_ctas) {
 
 #if TL_WGMMA
 
-// Stages of weights, and of rows: weights may be asked for before rows are there, so that most of shared memory is theirs.
-struct SomeRing {
-  shared_t memory, full, empty;
-  int n_slots, stage_bytes;
-  shared_t rows, rows_full, rows_empty;
-  int n_row_slots, row_bytes;
-  int slot = 0, parity = 0, row_slot = 0, row_parity = 0;
-  TL_DEVICE_MEMBER shared_t stage() const { return memory + slot * stage_bytes; }
-  TL_DEVICE_MEMBER shared_t row_stage() const { return rows + row_slot * row_bytes; }
+// The ring, with a barrier more for each slot: weights and rows are counted apart, since weights come before anyone may ask for rows.
+struct SomeRing : Ring {
+  shared_t rows;
   TL_DEVICE_MEMBER void wait() const {
     barrier_wait(full + slot * 8, parity);
-    barrier_wait(rows_full + row_slot * 8, row_parity);
-  }
-  TL_DEVICE_MEMBER void next() {
-    if (++slot == n_slots) slot = 0, parity ^= 1;
-    if (++row_slot == n_row_slots) row_slot = 0, row_parity ^= 1;
-  }
-  TL_DEVICE_MEMBER int held() const { return slot | row_slot << 8; }
-  TL_DEVICE_MEMBER void release(int held) const {
-    if (lane_id()) return;
-    barrier_arrive(empty + (held & 255) * 8);
-    barrier_arrive(rows_empty + (held >> 8) * 8);
+    barrier_wait(rows + slot * 8, parity);
   }
 };
 
@@ -106,7 +93,8 @@ struct Walk {
   }
 };
 
-// Weights, by one lane of a producer warp, which has every kProducers-th stage.
+// Weights, by one lane of a producer warp, which has every kProducers-th stage. While the kernel before this one runs, it waits for what it has
+// asked for kInFlight stages ago: more under way would not make memory faster, but what that kernel reads would queue behind it.
 template <class W>
 TL_DEVICE void produce_weights(const SomeArgs &a, SomeRing ring, const Stages &stages, int producer) {
   Walk<W> walk(a, stages.first_tile, stages.first_stage + producer);
@@ -114,7 +102,10 @@ TL_DEVICE void produce_weights(const SomeArgs &a, SomeRing ring, const Stages &s
   ring.slot = producer;
 #pragma unroll 1
   for (int s = producer; s < stages.n; s += kProducers, walk.next()) {
-    if (s >= ring.n_slots) barrier_wait(ring.empty + ring.slot * 8, ring.parity ^ 1);
+    if (s >= ring.n_slots)
+      barrier_wait(ring.empty + ring.slot * 8, ring.parity ^ 1);
+    else if (s >= kProducers * kInFlight)
+      barrier_wait(ring.full + (s - kProducers * kInFlight) * 8, 0);
     walk.request(ring, ring.slot, policy);
     ring.slot += kProducers;
     if (ring.slot >= ring.n_slots) ring.slot -= ring.n_slots, ring.parity ^= 1;
@@ -131,11 +122,11 @@ TL_DEVICE void produce_rows(const SomeArgs &a, SomeRing ring, const Stages &stag
 #pragma unroll 1
   for (int s = 0; s < stages.n; s++, stage++, from += step) {
     if (stage == n_stages) stage = 0, from = (const uint8_t *)a.source.data;
-    if (s >= ring.n_row_slots) barrier_wait(ring.rows_empty + ring.row_slot * 8, ring.row_parity ^ 1);
-    const shared_t full = ring.rows_full + ring.row_slot * 8;
+    if (s >= ring.n_slots) barrier_wait(ring.empty + ring.slot * 8, ring.parity ^ 1);
+    const shared_t full = ring.rows + ring.slot * 8;
     barrier_arrive_expecting(full, nbytes);
-    copy_bulk(ring.row_stage(), from, nbytes, full);
-    if (++ring.row_slot == ring.n_row_slots) ring.row_slot = 0, ring.row_parity ^= 1;
+    copy_bulk(ring.stage() + ring.weight_bytes, from, nbytes, full);
+    ring.next();
   }
 }
 
@@ -154,18 +145,13 @@ TL_DEVICE void produce(const SomeArgs &a, const SomeRing &ring, const Items &ite
 template <class W, int N>
 TL_DEVICE SomeRing begin_ring(const SomeArgs &a) {
   using S = Stage<W, N>;
-  SomeRing ring;
-  ring.memory = shared_of(shared_memory<uint8_t>());
-  ring.n_slots = a.n_slots, ring.stage_bytes = a.tile_panels * S::kPanelBytes;
-  ring.rows = ring.memory + ring.n_slots * ring.stage_bytes;
-  ring.n_row_slots = a.n_row_slots, ring.row_bytes = S::kRowBytes;
-  ring.full = ring.rows + ring.n_row_slots * ring.row_bytes;
-  ring.empty = ring.full + kWeightSlots * 8;
-  ring.rows_full = ring.empty + kWeightSlots * 8;
-  ring.rows_empty = ring.rows_full + kRowSlots * 8;
-  if (const int s = threadIdx.x; s < kWeightSlots) {  // a warp's, side by side
-    if (s < a.n_slots) barrier_init(ring.full + s * 8, 1), barrier_init(ring.empty + s * 8, kConsumers / 32);
-    if (s < a.n_row_slots) barrier_init(ring.rows_full + s * 8, 1), barrier_init(ring.rows_empty + s * 8, kConsumers / 32);
+  const int weight_bytes = a.tile_panels * S::kPanelBytes, stage_bytes = weight_bytes + S::kRowBytes;
+  const shared_t memory = shared_of(shared_memory<uint8_t>()), full = memory + a.n_stages * stage_bytes, empty = full + kSomeSlots * 8;
+  const SomeRing ring{{memory, full, empty, a.n_stages, stage_bytes, weight_bytes}, empty + kSomeSlots * 8};
+  if (const int s = threadIdx.x; s < a.n_stages) {  // side by side
+    barrier_init(ring.full + s * 8, 1);
+    barrier_init(ring.rows + s * 8, 1);
+    barrier_init(ring.empty + s * 8, kConsumers / 32);
     barrier_init_done();
   }
   __syncthreads();
@@ -179,9 +165,9 @@ template <class W, int N>
 Shape cut_some(const tl_context &context, SomeArgs &a) {
   using S = Stage<W, N>;
 #if !defined(TL_SHARED_KB)
-#define TL_SHARED_KB 208
+#define TL_SHARED_KB 160
 #endif
-  constexpr int kSharedBytes = TL_SHARED_KB * 1024;  // with room for a CTA of rows beside it
+  constexpr int kSharedBytes = TL_SHARED_KB * 1024;  // with room for a CTA of attention beside it
   const int n_panels = a.weight.n_out / kPanelRows, n_chunks = n_chunks_of(a.weight.n_in), n_ctas = context.n_multiprocessors;
   const int unit = a.whole_tiles ? n_chunks : 1;
   const auto n_items = [&](int panels) { return (n_panels + panels - 1) / panels * n_chunks; };
@@ -191,12 +177,12 @@ Shape cut_some(const tl_context &context, SomeArgs &a) {
   for (int panels = kTilePanels - 2; panels >= 2; panels -= 2)
     if (most(panels) < most(a.tile_panels)) a.tile_panels = panels;
   a.n_items = n_items(a.tile_panels);
-  const int stage_bytes = a.tile_panels * S::kPanelBytes, beyond = (kTilePanels - a.tile_panels) * S::kPanelBytes;  // tensor cores read whole tiles
+  const int stage_bytes = a.tile_panels * S::kPanelBytes + S::kRowBytes;
+  const int beyond = kSomeBarrierBytes + (kTilePanels - a.tile_panels) * S::kPanelBytes;  // of the last stage the tensor cores read whole tiles
   const int most_stages = (a.n_items / unit + n_ctas - 1) / n_ctas * unit * kChunkStages;  // of a CTA
-  a.n_row_slots = std::min(kRowSlots, most_stages);
-  const int behind = std::max(a.n_row_slots * S::kRowBytes + kSomeBarrierBytes, beyond);
-  a.n_slots = std::min({kWeightSlots, most_stages, (std::min(kSharedBytes, context.max_shared_nbytes) - behind) / stage_bytes});
-  return {dim3(std::min(a.n_items / unit, n_ctas)), kSomeThreads, a.n_slots * stage_bytes + behind, 1};
+  a.n_stages = std::min({kSomeSlots, most_stages, (std::min(kSharedBytes, context.max_shared_nbytes) - beyond) / stage_bytes});
+  a.n_stages = a.n_stages / kProducers * kProducers;  // a slot is always the same producer's, who asks for its stages in order
+  return {dim3(std::min(a.n_items / unit, n_ctas)), kSomeThreads, a.n_stages * stage_bytes + beyond, 1};
 }
 
 }  // namespace tl

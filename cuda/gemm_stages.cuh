@@ -39,9 +39,7 @@ struct Ring {
   int n_slots, stage_bytes, weight_bytes;  // of a stage the weights come first
   int slot = 0, parity = 0;
   TL_DEVICE_MEMBER shared_t stage() const { return memory + slot * stage_bytes; }
-  TL_DEVICE_MEMBER shared_t row_stage() const { return stage() + weight_bytes; }
   TL_DEVICE_MEMBER void wait() const { barrier_wait(full + slot * 8, parity); }
-  TL_DEVICE_MEMBER int held() const { return slot; }  // what is to be released
   TL_DEVICE_MEMBER void next() {
     if (++slot == n_slots) slot = 0, parity ^= 1;
   }
@@ -92,10 +90,10 @@ struct LeftBlocks {
 struct StageTiles {
   uint64_t weights, rows;
 };
-template <class W, int N, class Slots>
-TL_DEVICE StageTiles tiles_of(const Slots &ring, int warp) {
+template <class W, int N>
+TL_DEVICE StageTiles tiles_of(const Ring &ring, int warp) {
   const shared_t stage = ring.stage();
-  return {W::kInt8 ? 0 : wgmma_tiles(stage + warp / 4 * 128, Stage<W, N>::kPanelBytes, 256), wgmma_tiles(ring.row_stage(), kGroupBytes)};
+  return {W::kInt8 ? 0 : wgmma_tiles(stage + warp / 4 * 128, Stage<W, N>::kPanelBytes, 256), wgmma_tiles(stage + ring.weight_bytes, kGroupBytes)};
 }
 
 template <class W, int N>
@@ -107,7 +105,7 @@ TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, co
     wgmma<typename W::Op>(sum, wgmma_tiles_at(tiles.weights, block * W::kBlockBytes), rows, add);
 }
 
-// Sums a whole chunk. While a stage's products run, the next one is waited for and begun; `release` gives a stage back
+// Sums a whole chunk. While a stage's products run, the next one is waited for and begun; `release(slot)` gives a stage back
 // when the products after it have begun. `meanwhile(j)` runs under the products of stage j.
 template <class W, int N, class Slots, class Release, class Meanwhile>
 TL_DEVICE void sum_chunk(float (&sum)[N / 2], Slots &ring, int warp, const Release &release, const Meanwhile &meanwhile) {
@@ -127,7 +125,7 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Slots &ring, int warp, const Relea
       wgmma_wait<1>();
       release(held);
     }
-    held = ring.held();
+    held = ring.slot;
     ring.next();
   }
   wgmma_wait<0>();
@@ -157,7 +155,7 @@ TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Slots &ring, int warp, int n
     wgmma_commit();
     wgmma_wait<0>();
     accumulators_ready(sum);
-    release(ring.held());
+    release(ring.slot);
     ring.next();
   }
 }

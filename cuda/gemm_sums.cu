@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_sums(const SumsArgs args
     produce<W, N>(a, ring, items, n_chunks, warp - kConsumers / 32);
     return;
   }
-  const auto release = [&](int held) { ring.release(held); };
+  const auto release = [&](int slot) {
+    if (lane_id() == 0) barrier_arrive(ring.empty + slot * 8);
+  };
   wait_for_previous_kernel();  // what was in memory has been read
   float sum[N / 2];
 #pragma unroll
@@ -81,7 +83,7 @@ bool gemm_leaves_sums(const tl_context &context, const Matrix &weight, int n_row
 }
 
 ChunkSums launch_gemm_sums(const Launcher &launcher, const Matrix &weight, const float *bias, int n_rows, const Operand &source, float *sums) {
-  const SumsArgs args{{weight, source, n_rows, 0, 0, 0, 0, false}, sums};
+  const SumsArgs args{{weight, source, n_rows, 0, 0, 0, false}, sums};
   switch (weight.dtype) {
     case TL_BF16: launch_with<FloatWeights<Bf16>>(launcher, args); break;
     case TL_F16: launch_with<FloatWeights<F16>>(launcher, args); break;

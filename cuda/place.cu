@@ -16,12 +16,11 @@ TL_DEVICE float inverse_of_all(const PlaceArgs &a, int row, int first_head, int 
 }
 
 // A raw head from the sums of its chunks, by a warp.
-template <bool kScaled>
 TL_DEVICE void add_head(const PlaceArgs &a, int row, int head, float *v) {
   __syncwarp();
   for (int i = lane_id() * 4; i < a.kv.head_pad; i += 128) {
     float y[4];
-    add_chunks<8, kScaled>(y, a.sums, row, head * a.kv.head_pad + i);
+    add_chunks<8>(y, a.sums, row, head * a.kv.head_pad + i);
     *(float4 *)(v + i) = make_float4(y[0], y[1], y[2], y[3]);
   }
   __syncwarp();
@@ -47,31 +46,24 @@ TL_DEVICE void hand_codes(const PlaceArgs &a, int row, int head, const float *v,
   store_codes<Kv>(is_key ? k_of(a.kv, page, head - a.n_heads) : v_of(a.kv, page, head - n_qk), head_pad, slot, codes, !is_key);
 }
 
-// kScaled: sums have scales or a bias.
-template <class Kv, bool kScaled>
-__global__ void __launch_bounds__(kThreads, Kv::kQuantised ? 2 : 3) place(const PlaceArgs a) {
+template <class Kv>
+__global__ void __launch_bounds__(kThreads, 2) place(const PlaceArgs a) {
   float *shared = shared_memory<float>(), *v = shared + warp_id() * kMaxHeadDim, *partial = shared + kWarps * kMaxHeadDim;
   let_next_kernel_start();
   touch_arguments(a);
   const int row = blockIdx.x, pos = a.rows.pos[row], n_heads = a.n_heads + 2 * a.n_kv_heads;
   const int page = pos < 0 ? -1 : page_of(a.rows, a.rows.seq[row], pos);
-  Pairs &kept = ((Pairs *)(partial + 2 * kWarps))[threadIdx.x];  // not in registers, of which the sums take many
-  {
-    Pairs angle;
-    load_angles(angle, a, max(pos, 0));
-    kept = angle;
-  }
+  Pairs angle;
+  load_angles(angle, a, max(pos, 0));
   wait_for_previous_kernel();
   float inverse_q = 0.0f, inverse_k = 0.0f;
   if (a.qk_norm == TL_QK_NORM_FULL) {
     if (!a.first_head) inverse_q = inverse_of_all(a, row, 0, a.n_heads, partial);
     inverse_k = inverse_of_all(a, row, a.n_heads, a.n_kv_heads, partial + kWarps);
   }
-  const int n_warps = blockDim.x / 32;
-  for (int head = a.first_head + blockIdx.y * n_warps + warp_id(); head < n_heads; head += gridDim.y * n_warps) {
+  for (int head = a.first_head + blockIdx.y * kWarps + warp_id(); head < n_heads; head += gridDim.y * kWarps) {
     const float *from = a.sums.data ? v : raw_head(a, row, head);
-    if (a.sums.data) add_head<kScaled>(a, row, head, v);
-    const Pairs angle = kept;
+    if (a.sums.data) add_head(a, row, head, v);
     finish_head(a, from, head, angle, head < a.n_heads ? inverse_q : inverse_k, v);
     if constexpr (Kv::kQuantised) {
       hand_codes<Kv>(a, row, head, v, page, pos % TL_PAGE_POSITIONS);
@@ -87,13 +79,12 @@ __global__ void __launch_bounds__(kThreads, Kv::kQuantised ? 2 : 3) place(const 
 void launch_place(const Launcher &launcher, const PlaceArgs &args) {
   // A norm over all heads needs them in one CTA.
   const int n_heads = args.n_heads + 2 * args.n_kv_heads - args.first_head;
-  const int n_warps = args.qk_norm == TL_QK_NORM_FULL ? kWarps : kWarps / 2;  // small CTAs spread more evenly
-  const int n_parts = args.qk_norm == TL_QK_NORM_FULL ? 1 : (n_heads + n_warps - 1) / n_warps;
-  const Shape shape{dim3(args.rows.n_rows, n_parts), n_warps * 32, (kWarps * kMaxHeadDim + 2 * kWarps) * 4 + n_warps * 32 * (int)sizeof(Pairs), 1};
+  const int n_parts = args.qk_norm == TL_QK_NORM_FULL ? 1 : (n_heads + kWarps - 1) / kWarps;
+  const Shape shape{dim3(args.rows.n_rows, n_parts), kThreads, (kWarps * kMaxHeadDim + 2 * kWarps) * 4, 1};
   switch (args.kv.dtype) {
-    case TL_INT8: return launcher.launch(place<Codes<8>, true>, shape, args);
-    case TL_INT4: return launcher.launch(place<Codes<4>, true>, shape, args);
-    default: return launcher.launch(args.sums.scales || args.sums.bias ? place<F16, true> : place<F16, false>, shape, args);  // every float type
+    case TL_INT8: return launcher.launch(place<Codes<8>>, shape, args);
+    case TL_INT4: return launcher.launch(place<Codes<4>>, shape, args);
+    default: return launcher.launch(place<F16>, shape, args);  // every float type
   }
 }
 

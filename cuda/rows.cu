@@ -61,9 +61,7 @@ template <int kQuads, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kQuads == kFewQuads ? 2 : 1) run_summed_rows(const RowsArgs a) {
   float *partial = shared_memory<float>(), *summed = partial + 2 * kWarps;
   const int n_ctas = cluster_size(), rank = cluster_rank(), row = blockIdx.x / n_ctas, n = a.program.dim;
-#if TL_ROWS_EARLY
   let_next_kernel_start();
-#endif
   touch_arguments(a);
   const int from = a.program.source_row ? a.program.source_row[row] : row;
   EarlyNorm<kQuads, kPlain> early;
@@ -84,7 +82,6 @@ __global__ void __launch_bounds__(kThreads, kQuads == kFewQuads ? 2 : 1) run_sum
     add_chunks<kSumReads>(y, a.program.sums, from, i);
     *(float2 *)(to + i) = make_float2(y[0], y[1]);
   }
-  let_next_kernel_start();  // not before: what it asks of memory would come first
   cluster_sync();
   if (rank) return;
   float4 v[kQuads];

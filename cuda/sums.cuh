@@ -25,16 +25,16 @@ TL_DEVICE void load_floats(float (&v)[4], const float *p) {
   v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
 }
 
-// Outputs from `output` on of a row, scaled and with their bias (kScaled: there may be some). kReads chunks are read at a time.
-template <int kReads, bool kScaled = true, int n>
+// Outputs from `output` on of a row, scaled and with their bias. kReads chunks are read at a time.
+template <int kReads, int n>
 TL_DEVICE void add_chunks(float (&y)[n], const ChunkSums &s, int row, int output) {
   const int64_t step = (int64_t)s.n_rows * s.n_out;
   const float *from = s.data + (int64_t)row * s.n_out + output;
   float scale[n], bias[n];
 #pragma unroll
   for (int i = 0; i < n; i++) y[i] = 0.0f, scale[i] = 1.0f, bias[i] = 0.0f;
-  if (kScaled && s.scales) load_floats(scale, s.scales + output);
-  if (kScaled && s.bias) load_floats(bias, s.bias + output);
+  if (s.scales) load_floats(scale, s.scales + output);
+  if (s.bias) load_floats(bias, s.bias + output);
 #pragma unroll 1
   for (int first = 0; first < s.n_chunks; first += kReads) {
     float q[kReads][n];
@@ -49,8 +49,8 @@ TL_DEVICE void add_chunks(float (&y)[n], const ChunkSums &s, int row, int output
   }
 #pragma unroll
   for (int i = 0; i < n; i++) {
-    if (kScaled && s.scales) y[i] = y[i] * scale[i];
-    if (kScaled && s.bias) y[i] = y[i] + bias[i];
+    if (s.scales) y[i] = y[i] * scale[i];
+    if (s.bias) y[i] = y[i] + bias[i];
   }
 }
 
