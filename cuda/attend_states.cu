@@ -62,8 +62,8 @@ TL_DEVICE void clear(uint32_t (&x)[n][4]) {
 
 // The state of a chunk, which is a whole unit: O goes through shared memory, so that whole rows of it are stored at once. By a warp.
 template <int kDims>
-TL_DEVICE void leave_state(const StatesArgs &s, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2], const Sight &sight,
-                           int first, shared_t passage) {
+TL_DEVICE void leave_state(const StatesArgs &s, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2], const Sight &sight, int first,
+                           shared_t passage) {
   constexpr int kFloats = Passage<kDims>::kFloats, kLanes = kDims / 4, kRows = 32 / kLanes;  // a lane has four dims of a query
   static_assert(8 * kFloats * 4 <= Passage<kDims>::kBytes, "eight queries at a time");
   const int lane = lane_id();
@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
 template <class Kv, int kDims>
 void launch_with(const Launcher &launcher, const StatesArgs &args) {
   const PlaceArgs &place = args.attend.place;
-  const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + (int)sizeof(UnitPlan) + 8) + kCtaThreads / 32 * Passage<kDims>::kBytes;
+  const int nbytes =
+      kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + (int)sizeof(UnitPlan) + 8) + kCtaThreads / 32 * Passage<kDims>::kBytes;
   launcher.launch(attend_states<Kv, kDims>, Shape{dim3(span_ctas(launcher.context)), kCtaThreads, nbytes, 1}, args);
   launch_merge_states(launcher, args);
 }

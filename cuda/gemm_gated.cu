@@ -16,7 +16,7 @@ template <class W, int N>
 __global__ void __launch_bounds__(kSomeThreads, 1) gemm_gated(const GatedArgs args) {
 #if TL_WGMMA
   const SomeArgs &a = args.some;
-  SomeRing ring = begin_ring<W, N>(a);
+  Ring ring = begin_ring<W, N>(a);
   let_next_kernel_start();
   touch_arguments(args);
   const int n_blocks = pad16(a.weight.n_in) / 16, n_chunks = (n_blocks + kChunkBlocks - 1) / kChunkBlocks;

@@ -1,6 +1,6 @@
 // What the products of some batch rows on wgmma share that cut their work evenly over the device (gemm_sums.cu, gemm_gated.cu): tiles times
 // K-chunks, of which each CTA takes a run; a ring of stages as deep as shared memory allows, since bytes under way are what hides the way to
-// memory; and one lane that asks for them, for weights before the kernel before this one has ended.
+// memory; and warps of which one lane asks for them, for weights before the kernel before this one has ended.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,8 @@
 namespace tl {
 
 constexpr int kProducers = 2;  // warps that ask for weights; one more asks for rows
-#if !defined(TL_IN_FLIGHT)
-#define TL_IN_FLIGHT 1
-#endif
-constexpr int kInFlight = TL_IN_FLIGHT;
 constexpr int kSomeThreads = kConsumers + 32 * (kProducers + 1);
-constexpr int kSomeSlots = 12, kSomeBarrierBytes = 3 * kSomeSlots * 8;
+constexpr int kSomeSlots = 12, kSomeBarrierBytes = 2 * kSomeSlots * 8;
 
 struct SomeArgs {
   Matrix weight;
@@ -36,23 +32,15 @@ TL_DEVICE Items items_of(const SomeArgs &a, int n_chunks, int cta, int n_ctas) {
 
 #if TL_WGMMA
 
-// The ring, with a barrier more for each slot: weights and rows are counted apart, since weights come before anyone may ask for rows.
-struct SomeRing : Ring {
-  shared_t rows;
-  TL_DEVICE_MEMBER void wait() const {
-    barrier_wait(full + slot * 8, parity);
-    barrier_wait(rows + slot * 8, parity);
-  }
-};
-
 // A CTA's stages.
 struct Stages {
   int first_tile, first_stage, n;
+  int of_tile;
 };
 TL_DEVICE Stages stages_of(const SomeArgs &a, const Items &items, int n_chunks) {
-  const int n_stages = n_stages_of(a.weight.n_in);
+  const int n_stages = (pad16(a.weight.n_in) + kStageColumns - 1) / kStageColumns;
   const auto before = [&](int item) { return item / n_chunks * n_stages + item % n_chunks * kChunkStages; };
-  return {items.first / n_chunks, items.first % n_chunks * kChunkStages, before(items.end) - before(items.first)};
+  return {items.first / n_chunks, items.first % n_chunks * kChunkStages, before(items.end) - before(items.first), n_stages};
 }
 
 // A producer's stages, every kProducers-th of the CTA's: where the weights begin.
@@ -63,8 +51,8 @@ struct Walk {
   int n_stages, last_bytes, tile, stage, n_panels;  // last_bytes: of the last stage of a panel
   int64_t panel_bytes;
   const uint8_t *weights;
-  TL_DEVICE_MEMBER Walk(const SomeArgs &args, int first_tile, int first_stage) : a(args), tile(first_tile), stage(first_stage) {
-    n_stages = n_stages_of(a.weight.n_in);
+  TL_DEVICE_MEMBER Walk(const SomeArgs &args, const Stages &stages, int producer)
+      : a(args), n_stages(stages.of_tile), tile(stages.first_tile), stage(stages.first_stage + producer) {
     panel_bytes = pad16(a.weight.n_in) / 16 * (int64_t)W::kBlockBytes;
     last_bytes = (int)panel_bytes - (n_stages - 1) * kPanelBytes;
     weights = a.weight.data + tile * a.tile_panels * panel_bytes + stage * kPanelBytes;
@@ -83,7 +71,7 @@ struct Walk {
     settle();
   }
   TL_DEVICE_MEMBER int nbytes() const { return stage + 1 < n_stages ? kPanelBytes : last_bytes; }
-  TL_DEVICE_MEMBER void request(const SomeRing &ring, int slot, uint64_t policy) const {
+  TL_DEVICE_MEMBER void request(const Ring &ring, int slot, uint64_t policy) const {
     const shared_t full = ring.full + slot * 8;
     shared_t to = ring.memory + slot * ring.stage_bytes;
     const uint8_t *from = weights;
@@ -93,19 +81,15 @@ struct Walk {
   }
 };
 
-// Weights, by one lane of a producer warp, which has every kProducers-th stage. While the kernel before this one runs, it waits for what it has
-// asked for kInFlight stages ago: more under way would not make memory faster, but what that kernel reads would queue behind it.
+// Weights, by one lane of a producer warp, which has every kProducers-th stage.
 template <class W>
-TL_DEVICE void produce_weights(const SomeArgs &a, SomeRing ring, const Stages &stages, int producer) {
-  Walk<W> walk(a, stages.first_tile, stages.first_stage + producer);
+TL_DEVICE void produce_weights(const SomeArgs &a, Ring ring, const Stages &stages, int producer) {
+  Walk<W> walk(a, stages, producer);
   const uint64_t policy = pass_policy();  // what is read once does not drive out what kernels hand to each other
   ring.slot = producer;
 #pragma unroll 1
   for (int s = producer; s < stages.n; s += kProducers, walk.next()) {
-    if (s >= ring.n_slots)
-      barrier_wait(ring.empty + ring.slot * 8, ring.parity ^ 1);
-    else if (s >= kProducers * kInFlight)
-      barrier_wait(ring.full + (s - kProducers * kInFlight) * 8, 0);
+    if (s >= ring.n_slots) barrier_wait(ring.empty + ring.slot * 8, ring.parity ^ 1);
     walk.request(ring, ring.slot, policy);
     ring.slot += kProducers;
     if (ring.slot >= ring.n_slots) ring.slot -= ring.n_slots, ring.parity ^= 1;
@@ -113,44 +97,43 @@ TL_DEVICE void produce_weights(const SomeArgs &a, SomeRing ring, const Stages &s
 }
 
 // Rows, by one lane.
-TL_DEVICE void produce_rows(const SomeArgs &a, SomeRing ring, const Stages &stages, int nbytes) {
-  const int n_stages = n_stages_of(a.weight.n_in);
+template <int N>
+TL_DEVICE void produce_rows(const SomeArgs &a, Ring ring, const Stages &stages) {
+  const int nbytes = min(N / 8, a.source.n_groups) * kGroupBytes;
   const int64_t step = (int64_t)a.source.n_groups * kGroupBytes;
   int stage = stages.first_stage;
   const uint8_t *from = (const uint8_t *)a.source.data + stage * step;
   wait_for_previous_kernel();
 #pragma unroll 1
-  for (int s = 0; s < stages.n; s++, stage++, from += step) {
-    if (stage == n_stages) stage = 0, from = (const uint8_t *)a.source.data;
+  for (int s = 0; s < stages.n; s++, stage++, from += step, ring.next()) {
+    if (stage == stages.of_tile) stage = 0, from = (const uint8_t *)a.source.data;
+    const shared_t full = ring.full + ring.slot * 8;
     if (s >= ring.n_slots) barrier_wait(ring.empty + ring.slot * 8, ring.parity ^ 1);
-    const shared_t full = ring.rows + ring.slot * 8;
     barrier_arrive_expecting(full, nbytes);
     copy_bulk(ring.stage() + ring.weight_bytes, from, nbytes, full);
-    ring.next();
   }
 }
 
 // By the warps behind the consumers.
 template <class W, int N>
-TL_DEVICE void produce(const SomeArgs &a, const SomeRing &ring, const Items &items, int n_chunks, int producer) {
+TL_DEVICE void produce(const SomeArgs &a, const Ring &ring, const Items &items, int n_chunks, int producer) {
   if (!elected()) return;
   const Stages stages = stages_of(a, items, n_chunks);
   if (producer == kProducers)
-    produce_rows(a, ring, stages, min(N / 8, a.source.n_groups) * kGroupBytes);
+    produce_rows<N>(a, ring, stages);
   else
     produce_weights<W>(a, ring, stages, producer);
 }
 
-// The ring in a CTA's shared memory; by all its threads, who meet.
+// The ring in a CTA's shared memory; by all its threads, who meet. A stage is full when its weights and its rows are there.
 template <class W, int N>
-TL_DEVICE SomeRing begin_ring(const SomeArgs &a) {
+TL_DEVICE Ring begin_ring(const SomeArgs &a) {
   using S = Stage<W, N>;
   const int weight_bytes = a.tile_panels * S::kPanelBytes, stage_bytes = weight_bytes + S::kRowBytes;
-  const shared_t memory = shared_of(shared_memory<uint8_t>()), full = memory + a.n_stages * stage_bytes, empty = full + kSomeSlots * 8;
-  const SomeRing ring{{memory, full, empty, a.n_stages, stage_bytes, weight_bytes}, empty + kSomeSlots * 8};
+  const shared_t memory = shared_of(shared_memory<uint8_t>()), full = memory + a.n_stages * stage_bytes;
+  const Ring ring{memory, full, full + kSomeSlots * 8, a.n_stages, stage_bytes, weight_bytes};
   if (const int s = threadIdx.x; s < a.n_stages) {  // side by side
-    barrier_init(ring.full + s * 8, 1);
-    barrier_init(ring.rows + s * 8, 1);
+    barrier_init(ring.full + s * 8, 2);
     barrier_init(ring.empty + s * 8, kConsumers / 32);
     barrier_init_done();
   }
@@ -164,10 +147,7 @@ TL_DEVICE SomeRing begin_ring(const SomeArgs &a) {
 template <class W, int N>
 Shape cut_some(const tl_context &context, SomeArgs &a) {
   using S = Stage<W, N>;
-#if !defined(TL_SHARED_KB)
-#define TL_SHARED_KB 160
-#endif
-  constexpr int kSharedBytes = TL_SHARED_KB * 1024;  // with room for a CTA of attention beside it
+  constexpr int kSharedBytes = 200 * 1024;  // with room for a CTA of rows beside it
   const int n_panels = a.weight.n_out / kPanelRows, n_chunks = n_chunks_of(a.weight.n_in), n_ctas = context.n_multiprocessors;
   const int unit = a.whole_tiles ? n_chunks : 1;
   const auto n_items = [&](int panels) { return (n_panels + panels - 1) / panels * n_chunks; };
@@ -181,7 +161,6 @@ Shape cut_some(const tl_context &context, SomeArgs &a) {
   const int beyond = kSomeBarrierBytes + (kTilePanels - a.tile_panels) * S::kPanelBytes;  // of the last stage the tensor cores read whole tiles
   const int most_stages = (a.n_items / unit + n_ctas - 1) / n_ctas * unit * kChunkStages;  // of a CTA
   a.n_stages = std::min({kSomeSlots, most_stages, (std::min(kSharedBytes, context.max_shared_nbytes) - beyond) / stage_bytes});
-  a.n_stages = a.n_stages / kProducers * kProducers;  // a slot is always the same producer's, who asks for its stages in order
   return {dim3(std::min(a.n_items / unit, n_ctas)), kSomeThreads, a.n_stages * stage_bytes + beyond, 1};
 }
 

@@ -29,7 +29,7 @@ struct Stage {
   static constexpr int kBytes = kWeightBytes + kRowBytes;
 };
 
-TL_BOTH int n_stages_of(int n_in) { return (pad16(n_in) + kStageColumns - 1) / kStageColumns; }
+inline int n_stages_of(int n_in) { return (pad16(n_in) + kStageColumns - 1) / kStageColumns; }
 
 #if TL_WGMMA
 
@@ -39,7 +39,6 @@ struct Ring {
   int n_slots, stage_bytes, weight_bytes;  // of a stage the weights come first
   int slot = 0, parity = 0;
   TL_DEVICE_MEMBER shared_t stage() const { return memory + slot * stage_bytes; }
-  TL_DEVICE_MEMBER void wait() const { barrier_wait(full + slot * 8, parity); }
   TL_DEVICE_MEMBER void next() {
     if (++slot == n_slots) slot = 0, parity ^= 1;
   }
@@ -107,13 +106,13 @@ TL_DEVICE void multiply_block(float (&sum)[N / 2], const LeftBlocks<W> &left, co
 
 // Sums a whole chunk. While a stage's products run, the next one is waited for and begun; `release(slot)` gives a stage back
 // when the products after it have begun. `meanwhile(j)` runs under the products of stage j.
-template <class W, int N, class Slots, class Release, class Meanwhile>
-TL_DEVICE void sum_chunk(float (&sum)[N / 2], Slots &ring, int warp, const Release &release, const Meanwhile &meanwhile) {
+template <class W, int N, class Release, class Meanwhile>
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release, const Meanwhile &meanwhile) {
   LeftBlocks<W> left[2];
   int held = 0;
 #pragma unroll
   for (int j = 0; j < kChunkStages; j++) {
-    ring.wait();
+    barrier_wait(ring.full + ring.slot * 8, ring.parity);
     const StageTiles tiles = tiles_of<W, N>(ring, warp);
     left[j % 2].load(ring.stage(), warp);
     wgmma_fence();
@@ -133,17 +132,17 @@ TL_DEVICE void sum_chunk(float (&sum)[N / 2], Slots &ring, int warp, const Relea
   release(held);
 }
 
-template <class W, int N, class Slots, class Release>
-TL_DEVICE void sum_chunk(float (&sum)[N / 2], Slots &ring, int warp, const Release &release) {
+template <class W, int N, class Release>
+TL_DEVICE void sum_chunk(float (&sum)[N / 2], Ring &ring, int warp, const Release &release) {
   sum_chunk<W, N>(sum, ring, warp, release, [](int) {});
 }
 
 // The same for a last chunk of n_blocks blocks, one stage at a time.
-template <class W, int N, class Slots, class Release>
-TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Slots &ring, int warp, int n_blocks, const Release &release) {
+template <class W, int N, class Release>
+TL_DEVICE void sum_short_chunk(float (&sum)[N / 2], Ring &ring, int warp, int n_blocks, const Release &release) {
 #pragma unroll 1
   for (int first = 0; first < n_blocks; first += kStageBlocks) {
-    ring.wait();
+    barrier_wait(ring.full + ring.slot * 8, ring.parity);
     const StageTiles tiles = tiles_of<W, N>(ring, warp);
     LeftBlocks<W> left;
     left.load(ring.stage(), warp);
