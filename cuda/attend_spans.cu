@@ -25,7 +25,8 @@ struct PlanArgs {
   Rows rows;
   int32_t group, n_kv_heads;
   int32_t window[kMaxWindows];
-  SpanPlan *plan;  // of each window
+  int32_t n_teams;
+  SpanPlan *plan;   // of each window
 };
 
 #if TL_WGMMA
@@ -117,11 +118,19 @@ __global__ void __launch_bounds__(kThreads) plan_spans(const PlanArgs a) {
                                                 span.keys.end,
                                                 span.first_state + j * span.n,
                                                 head_states,
-                                                (chunk + 1) * TL_KEY_CHUNK <= span.written,
-                                                {0, 0}};
+                                                span.written,
+                                                a.rows.page_table[span.seq]};
     }
     for (int j = threadIdx.x; j < span.n; j += kThreads)
       plan.query[span.begin + j] = QueryPlan{span.first_state - span.first * span.n + j, span.n, head_states, 0};
+  }
+  __syncthreads();
+  for (int t = threadIdx.x; t < a.n_teams; t += kThreads) {
+    const int64_t n = (int64_t)s.n_units * a.n_kv_heads;
+    const int first = (int)(n * t / a.n_teams), end = (int)(n * (t + 1) / a.n_teams), index = s.n_units ? first % s.n_units : 0;
+    TeamPlan team = {};
+    if (end > first) team = {plan.unit[index], first / s.n_units, index, end - first, 0};
+    plan.team[t] = team;
   }
   __threadfence();
   __syncthreads();
@@ -132,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) plan_spans(const PlanArgs a) {
 }  // namespace
 
 void launch_plan_spans(const Launcher &launcher, const Rows &rows, const tl_plan_desc &d, const std::vector<int> &windows, uint8_t *memory) {
-  PlanArgs args = {rows, d.n_heads / d.n_kv_heads, d.n_kv_heads, {}, (SpanPlan *)memory};
+  PlanArgs args = {rows, d.n_heads / d.n_kv_heads, d.n_kv_heads, {}, kTeamsOfCta * span_ctas(launcher.context), (SpanPlan *)memory};
   std::copy(windows.begin(), windows.end(), args.window);
   launcher.launch(plan_spans, Shape{dim3((unsigned)windows.size()), kThreads, (int)sizeof(Spans), 1}, args);
 }

@@ -5,81 +5,108 @@
 // No CTA waits for another. Keys and values that earlier batches wrote are asked for before the kernel before this one has ended.
 #include <algorithm>
 
-#include "attend_spans.cuh"
+#include "attend_states.cuh"
 
 namespace tl {
 namespace {
 
-constexpr int kTeams = 2, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
-constexpr int kMergeThreads = 128, kMergeDims = 64;  // dims of a query that a warp merges
+constexpr int kTeams = kTeamsOfCta, kTeamThreads = 128, kCtaThreads = kTeams * kTeamThreads;
 
-struct StatesArgs {
-  AttendArgs attend;
-  const SpanPlan *plan;
-  float *o;    // (n_states, head_pad)
-  float2 *ml;  // (n_states,)
+// A warp's shared memory: its queries on their way to registers, then their O on its way to memory. Rows are a little apart, so that those of
+// eight meet all banks.
+template <int kDims>
+struct Passage {
+  static constexpr int kQueryBytes = kDims * 2 + 16, kFloats = kDims + 8, kBytes = kTileQueries * kQueryBytes;
 };
 
 #if TL_WGMMA
 
-// This lane's two queries of a unit, as rows of the warp's tile.
-struct OwnQueries {
-  Keys keys[2];
-  int index[2];  // in the unit; not below its n where there is none
-};
+// This lane's two queries of a unit, as rows of the warp's tile: in the unit.
+TL_DEVICE int own_index(int h) { return warp_id() % 4 * kTileQueries + lane_id() / 4 + 8 * h; }
 
-TL_DEVICE OwnQueries own_queries(const AttendArgs &a, const UnitPlan &u, int group) {
-  OwnQueries own;
+// Their keys; none where there is no query.
+TL_DEVICE void find_keys(Keys (&keys)[2], const AttendArgs &a, int begin, int n, int group) {
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    own.index[h] = warp_id() % 4 * kTileQueries + lane_id() / 4 + 8 * h;
-    const int pos = own.index[h] < u.n ? a.place.rows.pos[(u.begin + own.index[h]) / group] : -1;
-    own.keys[h] = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
+    const int pos = own_index(h) < n ? a.place.rows.pos[(begin + own_index(h)) / group] : -1;
+    keys[h] = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
   }
-  return own;
 }
 
 // The warp's queries of a KV head as left operands; those that are not there are zero.
 template <int kDims>
-TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, const UnitPlan &u, const OwnQueries &own, int group, int kv_head) {
+TL_DEVICE void load_own_queries(uint32_t (&q)[kDims / 16][4], const AttendArgs &a, int begin, int n, int group, int kv_head, shared_t passage) {
+  constexpr int kStride = Passage<kDims>::kQueryBytes, kLanes = kDims / 8, kRows = 32 / kLanes;  // a lane has eight dims of a query
+  const int lane = lane_id(), first = warp_id() % 4 * kTileQueries;
+  uint4 v[kTileQueries / kRows];
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int flat = u.begin + min(own.index[h], u.n - 1), head = kv_head * group + flat % group;
-    const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)(flat / group) * a.place.n_heads + head) * kDims + lane_id() % 4 * 2;
+  for (int i = 0; i < kTileQueries / kRows; i++) {
+    const int index = first + i * kRows + lane / kLanes, flat = begin + min(index, n - 1), head = kv_head * group + flat % group;
+    const uint16_t *from = (const uint16_t *)a.place.q + ((int64_t)(flat / group) * a.place.n_heads + head) * kDims;
+    v[i] = index < n ? *(const uint4 *)(from + lane % kLanes * 8) : make_uint4(0, 0, 0, 0);
+  }
 #pragma unroll
-    for (int b = 0; b < kDims / 16; b++)
+  for (int i = 0; i < kTileQueries / kRows; i++) store_shared16(passage + (i * kRows + lane / kLanes) * kStride + lane % kLanes * 16, v[i]);
+  __syncwarp();
+  const shared_t row = passage + (lane % 16) * kStride + lane / 16 * 16;
 #pragma unroll
-      for (int half = 0; half < 2; half++) q[b][half * 2 + h] = own.index[h] < u.n ? *(const uint32_t *)(from + b * 16 + half * 8) : 0;
+  for (int b = 0; b < kDims / 16; b++) ldmatrix4(q[b], row + b * 32);
+  __syncwarp();
+}
+
+template <int n>
+TL_DEVICE void clear(uint32_t (&x)[n][4]) {
+#pragma unroll
+  for (int i = 0; i < n * 4; i++) x[i / 4][i % 4] = 0;
+}
+
+// The state of a chunk, which is a whole unit: O goes through shared memory, so that whole rows of it are stored at once. By a warp.
+template <int kDims>
+TL_DEVICE void leave_state(const StatesArgs &s, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2], const Sight &sight, int first,
+                           shared_t passage) {
+  constexpr int kFloats = Passage<kDims>::kFloats, kLanes = kDims / 4, kRows = 32 / kLanes;  // a lane has four dims of a query
+  static_assert(8 * kFloats * 4 <= Passage<kDims>::kBytes, "eight queries at a time");
+  const int lane = lane_id();
+  const shared_t to = passage + (lane / 4 * kFloats + lane % 4 * 2) * 4;
+  float *out = s.o + (int64_t)(first + warp_id() % 4 * kTileQueries + lane / kLanes) * kDims + lane % kLanes * 4;
+#pragma unroll
+  for (int h = 0; h < 2; h++, out += 8 * kDims) {
+    const uint32_t alive = __ballot_sync(0xffffffffu, sight.alive[h]);
+    if (!alive) continue;
+    if (sight.alive[h] && lane % 4 == 0) s.ml[first + own_index(h)] = make_float2(m[h], l[h]);
+#pragma unroll
+    for (int i = 2 * h; i < kDims / 2; i += 4) store_shared8(to + i / 4 * 32, make_float2(o[i], o[i + 1]));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8; i += kRows) {
+      const int row = i + lane / kLanes;
+      if (alive >> (row * 4) & 1) *(uint4 *)(out + i * kDims) = load_shared16(passage + (row * kFloats + lane % kLanes * 4) * 4);
+    }
+    __syncwarp();
   }
 }
 
-// What a lane's queries have of a unit so far.
-struct OwnState {
-  float m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f};
-};
-
-// A chunk's state, or what a unit's state becomes with it, to memory. kMerges: units are groups of chunks.
-template <int kDims, bool kMerges>
-TL_DEVICE void leave_state(const StatesArgs &s, OwnState &state, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2],
-                           const OwnQueries &own, const Sight &sight, int64_t first) {
+// What a unit's state, of chunks before, becomes with a chunk; `begins`: which is its first one.
+template <int kDims>
+TL_DEVICE void merge_state(const StatesArgs &s, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2], const Keys (&keys)[2],
+                           const Sight &sight, int first, int chunk, bool begins) {
+  float2 before[2];  // read by all four lanes of a query, before one of them writes
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const bool is_first = begins || keys[h].first >= chunk * TL_KEY_CHUNK;  // of the query's in this unit
+    before[h] = is_first || !sight.alive[h] ? make_float2(kMasked, 0.0f) : s.ml[first + own_index(h)];
+  }
+  __syncwarp();
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     if (!sight.alive[h]) continue;
-    const MergeFactors f = merge_factors(state.m[h], m[h]);
-    const bool begins = state.m[h] == kMasked;
-    state.l[h] = kMerges ? merge_value(state.l[h], l[h], f) : l[h];
-    state.m[h] = kMerges ? fmaxf(state.m[h], m[h]) : m[h];
-    const int64_t at = first + own.index[h];
-    if (lane_id() % 4 == 0) s.ml[at] = make_float2(state.m[h], state.l[h]);
-    float *to = s.o + at * kDims + lane_id() % 4 * 2;
+    const MergeFactors f = merge_factors(before[h].x, m[h]);
+    if (lane_id() % 4 == 0) s.ml[first + own_index(h)] = make_float2(fmaxf(before[h].x, m[h]), merge_value(before[h].y, l[h], f));
+    float *to = s.o + (int64_t)(first + own_index(h)) * kDims + lane_id() % 4 * 2;
 #pragma unroll
     for (int i = 2 * h; i < kDims / 2; i += 4) {
-      float2 y = make_float2(o[i], o[i + 1]);
-      if (kMerges) {
-        const float2 before = begins ? make_float2(0.0f, 0.0f) : *(const float2 *)(to + i / 4 * 8);
-        y = make_float2(merge_value(before.x, y.x, f), merge_value(before.y, y.y, f));
-      }
-      *(float2 *)(to + i / 4 * 8) = y;
+      const float2 y = before[h].x == kMasked ? make_float2(0.0f, 0.0f) : *(const float2 *)(to + i / 4 * 8);
+      *(float2 *)(to + i / 4 * 8) = make_float2(merge_value(y.x, o[i], f), merge_value(y.y, o[i + 1], f));
     }
   }
 }
@@ -90,177 +117,91 @@ template <class Kv, int kDims>
 __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs s) {
 #if TL_WGMMA
   const AttendArgs &a = s.attend;
-  const int n_kv_heads = a.place.n_kv_heads, group = a.place.n_heads / n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
+  const int group = a.place.n_heads / a.place.n_kv_heads, page_bytes = a.place.kv.k_nbytes + a.place.kv.v_nbytes;
   const int chunk_bytes = kPagesOfChunk * page_bytes;
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0), team = warp / 4;  // the same for the warp, and known to be
-  const shared_t memory = shared_of(shared_memory<uint8_t>()), pages = memory + team * chunk_bytes, full = memory + kTeams * chunk_bytes + team * 8;
+  const shared_t memory = shared_of(shared_memory<uint8_t>()), pages = memory + team * chunk_bytes;
+  const shared_t passage = memory + kTeams * chunk_bytes + warp * Passage<kDims>::kBytes;
+  const int behind = kTeams * chunk_bytes + kCtaThreads / 32 * Passage<kDims>::kBytes;
+  UnitPlan *held = (UnitPlan *)(shared_memory<uint8_t>() + behind) + team;  // for its first warp's requests
+  const shared_t full = memory + behind + kTeams * (int)sizeof(UnitPlan) + team * 8;
   let_next_kernel_start();
   touch_arguments(s);
+  TeamPlan team_plan;
+  load_fresh(team_plan, s.plan->team + blockIdx.x * kTeams + team);
+  const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
   if (threadIdx.x % kTeamThreads == 0) {
     barrier_init(full, 1);
     barrier_init_done();
   }
   __syncthreads();
-  const int n_units = load_fresh(&s.plan->n_units) * n_kv_heads, step = kTeams * gridDim.x;
-  const bool merges = load_fresh(&s.plan->segment_chunks) > 1;
-  int index = blockIdx.x + team * gridDim.x, parity = 0;
-  UnitPlan unit = {};
+  int kv_head = team_plan.kv_head, index = team_plan.index, left = team_plan.n, parity = 0;
   // By the team's first warp.
-  const auto request = [&](int index, int chunk) {
-    if (warp % 4) return;
-    const int page = page_for_lane(table_of(a.place.rows, unit.seq), chunk, {unit.first_key, unit.end_key});
-    request_chunk(a, pages, page, index % n_kv_heads, full);
+  const auto request = [&](const UnitPlan &u, int chunk) {
+    const int32_t *table = u.table + (int64_t)a.place.rows.stage * a.place.rows.table_stride;
+    request_chunk(a, pages, page_for_lane(table, chunk, {u.first_key, u.end_key}), kv_head, full);
   };
-  if (index < n_units) {
-    load_fresh(unit, s.plan->unit + index / n_kv_heads);
-    if (unit.early) request(index, unit.chunk);
-  }
+  const bool requests = warp % 4 == 0, early = (team_plan.unit.chunk + 1) * TL_KEY_CHUNK <= team_plan.unit.written;
+  if (requests && left && early) request(team_plan.unit, team_plan.unit.chunk);
+  if (requests && elected()) *held = team_plan.unit;
   wait_for_previous_kernel();
-  if (index < n_units && !unit.early) request(index, unit.chunk);
+  if (requests && left && !early) request(team_plan.unit, team_plan.unit.chunk);
+  int begin = team_plan.unit.begin, n = team_plan.unit.n, chunk = team_plan.unit.chunk, end = team_plan.unit.end;
+  int first_state = team_plan.unit.state + kv_head * team_plan.unit.head_states;
 #pragma unroll 1
-  while (index < n_units) {
-    const OwnQueries own = own_queries(a, unit, group);
-    const int kv_head = index % n_kv_heads, end = unit.end;
-    const int64_t first_state = unit.state + (int64_t)kv_head * unit.head_states;
-    OwnState state;
+  while (left > 0) {
+    Keys keys[2];
+    find_keys(keys, a, begin, n, group);
+    const bool works = warp % 4 * kTileQueries < n;  // whether any of the warp's queries is there
 #pragma unroll 1
-    for (int chunk = unit.chunk; chunk < end; chunk++) {
-      uint32_t q[kDims / 16][4];  // again for each chunk: its registers are needed for the output
-      load_own_queries<kDims>(q, a, unit, own, group, kv_head);
-      const Sight sight = sight_of(own.keys, chunk * TL_KEY_CHUNK);
-      float scores[kPagesOfChunk][2][4], m[2], l[2], o[kDims / 2];
-      uint32_t p[kPagesOfChunk][4];
+    for (bool last = false, begins = true; !last; chunk++, begins = false) {
+      last = chunk + 1 >= end;
+      uint32_t q[kDims / 16][4], p[kPagesOfChunk][4];  // q again for each chunk: its registers are needed for the output
+      if (works)
+        load_own_queries<kDims>(q, a, begin, n, group, kv_head, passage);
+      else
+        clear(q);
+      const Sight sight = sight_of(keys, chunk * TL_KEY_CHUNK);
+      float scores[kPagesOfChunk][2][4], m[2] = {kMasked, kMasked}, l[2] = {0.0f, 0.0f}, o[kDims / 2];
       barrier_wait(full, parity);
       parity ^= 1;
       score_chunk<Kv, kDims>(scores, q, pages, page_bytes);
-      soften_chunk<Kv>(p, m, scores, own.keys, chunk * TL_KEY_CHUNK, sight, a.scale);
+      if (works)
+        soften_chunk<Kv>(p, m, scores, keys, chunk * TL_KEY_CHUNK, sight, a.scale);
+      else
+        clear(p);
       begin_weighing<Kv, kDims>(o, p, pages + a.place.kv.k_nbytes, page_bytes);
 #pragma unroll
-      for (int h = 0; h < 2; h++) l[h] = sum_of_p<Kv>(p, h);
+      for (int h = 0; h < 2; h++)
+        if (works) l[h] = sum_of_p<Kv>(p, h);
       wgmma_wait<0>();
       accumulators_ready(o);
       sync_threads(1 + team, kTeamThreads);  // the pages have been read
-      if (chunk + 1 < end) {
-        request(index, chunk + 1);
-      } else {
-        index += step;
-        if (index < n_units) {
-          load_fresh(unit, s.plan->unit + index / n_kv_heads);
-          request(index, unit.chunk);
-        }
-      }
+      if (requests && !last) request(*held, chunk + 1);
       if (merges)
-        leave_state<kDims, true>(s, state, o, m, l, own, sight, first_state);
-      else
-        leave_state<kDims, false>(s, state, o, m, l, own, sight, first_state);
+        merge_state<kDims>(s, o, m, l, keys, sight, first_state, chunk, begins);
+      else if (works)
+        leave_state<kDims>(s, o, m, l, sight, first_state, passage);
     }
+    if (--left == 0) break;
+    if (++index == load_fresh(&s.plan->n_units)) index = 0, kv_head++;
+    UnitPlan unit;
+    load_fresh(unit, s.plan->unit + index);
+    if (requests) request(unit, unit.chunk);
+    if (requests && elected()) *held = unit;
+    begin = unit.begin, n = unit.n, chunk = unit.chunk, end = unit.end;
+    first_state = unit.state + kv_head * unit.head_states;
   }
-#endif
-}
-
-#if TL_WGMMA
-
-constexpr int kBatch = 32;  // states that a warp reads at a time: a lane has each one's m and l
-
-// A query's state of two dims a lane.
-struct Merged {
-  float m = kMasked, l = 0.0f, o[2] = {0.0f, 0.0f};
-  TL_DEVICE_MEMBER void absorb(MergeFactors f, float later_l, float x, float y) {
-    l = merge_value(l, later_l, f);
-    o[0] = merge_value(o[0], x, f);
-    o[1] = merge_value(o[1], y, f);
-  }
-  TL_DEVICE_MEMBER void absorb(float later_m, float later_l, float x, float y) {
-    absorb(merge_factors(m, later_m), later_l, x, y);
-    m = fmaxf(m, later_m);
-  }
-};
-
-// Takes a batch's states in: `alive` tells which there are, o has this lane's dims of each, ml those of the lane's own. kChunks: they are
-// chunks, of two groups; else groups.
-template <bool kChunks>
-TL_DEVICE void absorb_batch(Merged &total, uint32_t alive, const float2 (&o)[kBatch], float2 ml) {
-  const int place = lane_id() % TL_CHUNK_GROUP;
-  float top = ml.x;  // over the group's chunks up to the lane's
-#pragma unroll
-  for (int d = 1; d < TL_CHUNK_GROUP; d *= 2) {
-    const float other = __shfl_up_sync(0xffffffffu, top, d, TL_CHUNK_GROUP);
-    if (place >= d) top = fmaxf(top, other);
-  }
-  const float left = __shfl_up_sync(0xffffffffu, top, 1, TL_CHUNK_GROUP);
-  const MergeFactors own = merge_factors(place ? left : kMasked, ml.x);
-#pragma unroll
-  for (int first = 0; first < kBatch; first += TL_CHUNK_GROUP) {
-    Merged group;
-#pragma unroll
-    for (int c = first; c < first + TL_CHUNK_GROUP; c++) {
-      if (!(alive >> c & 1)) continue;
-      const float l = __shfl_sync(0xffffffffu, ml.y, c);
-      if (kChunks) {
-        group.absorb({__shfl_sync(0xffffffffu, own.earlier, c), __shfl_sync(0xffffffffu, own.later, c)}, l, o[c].x, o[c].y);
-      } else {
-        const float m = __shfl_sync(0xffffffffu, ml.x, c);
-        if (m != kMasked) total.absorb(m, l, o[c].x, o[c].y);
-      }
-    }
-    if (!kChunks) continue;
-    group.m = __shfl_sync(0xffffffffu, top, first + TL_CHUNK_GROUP - 1);
-    if (group.m != kMasked) total.absorb(group.m, group.l, group.o[0], group.o[1]);
-  }
-}
-
-#endif
-
-// A warp merges some dims of one head of a row.
-template <int kDims>
-__global__ void __launch_bounds__(kMergeThreads) merge_states(const StatesArgs s) {
-#if TL_WGMMA
-  constexpr int kParts = kDims / kMergeDims;
-  const AttendArgs &a = s.attend;
-  let_next_kernel_start();
-  touch_arguments(s);
-  const int item = blockIdx.x * (kMergeThreads / 32) + warp_id(), part = item % kParts, n_heads = a.place.n_heads;
-  const int head = item / kParts % n_heads, row = item / kParts / n_heads, lane = lane_id(), head_dim = a.place.head_dim;
-  if (row >= a.place.rows.n_rows) return;
-  const int group = n_heads / a.place.n_kv_heads, pos = a.place.rows.pos[row], length = load_fresh(&s.plan->segment_chunks);
-  QueryPlan query;
-  load_fresh(query, s.plan->query + row * group + head % group);
-  const Keys keys = pos < 0 ? Keys{0, 0} : keys_of(pos, a.window);
-  const int first = keys.first / TL_KEY_CHUNK / length, end = (n_chunks_before(keys.end) + length - 1) / length;
-  const int64_t state = query.state + (int64_t)(head / group) * query.head_states;
-  const float *from = s.o + state * kDims + part * kMergeDims + lane * 2;
-  const float2 *own = s.ml + state;
-  wait_for_previous_kernel();
-  Merged total;
-#pragma unroll 1
-  for (int base = first / TL_CHUNK_GROUP * TL_CHUNK_GROUP; base < end; base += kBatch) {
-    const bool exists = base + lane >= first && base + lane < end;
-    const uint32_t alive = __ballot_sync(0xffffffffu, exists);
-    const float2 ml = exists ? own[(int64_t)(base + lane) * query.n] : make_float2(kMasked, 0.0f);
-    float2 o[kBatch];
-#pragma unroll
-    for (int c = 0; c < kBatch; c++)
-      if (alive >> c & 1) o[c] = *(const float2 *)(from + (int64_t)(base + c) * query.n * kDims);
-    if (length == 1)
-      absorb_batch<true>(total, alive, o, ml);
-    else
-      absorb_batch<false>(total, alive, o, ml);
-  }
-  const float inverse = total.l != 0.0f ? 1.0f / total.l : 0.0f;
-  const int dim = part * kMergeDims + lane * 2;
-  if (dim < head_dim) store_operand_pair(a.out, row, head * head_dim + dim, total.o[0] * inverse, total.o[1] * inverse);
-  if (head != n_heads - 1 || part) return;
-  for (int k = n_heads * head_dim + lane; k < a.out.n_in; k += 32) store_operand(a.out, row, k, 0.0f);
 #endif
 }
 
 template <class Kv, int kDims>
 void launch_with(const Launcher &launcher, const StatesArgs &args) {
   const PlaceArgs &place = args.attend.place;
-  const int nbytes = kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + 8);
-  launcher.launch(attend_states<Kv, kDims>, Shape{dim3(2 * launcher.context.n_multiprocessors), kCtaThreads, nbytes, 1}, args);
-  const int n_warps = place.rows.n_rows * place.n_heads * (kDims / kMergeDims), of_cta = kMergeThreads / 32;
-  launcher.launch(merge_states<kDims>, Shape{dim3((n_warps + of_cta - 1) / of_cta), kMergeThreads, 0, 1}, args);
+  const int nbytes =
+      kTeams * (kPagesOfChunk * (place.kv.k_nbytes + place.kv.v_nbytes) + (int)sizeof(UnitPlan) + 8) + kCtaThreads / 32 * Passage<kDims>::kBytes;
+  launcher.launch(attend_states<Kv, kDims>, Shape{dim3(span_ctas(launcher.context)), kCtaThreads, nbytes, 1}, args);
+  launch_merge_states(launcher, args);
 }
 
 constexpr uint64_t kPlanBytes = (kMaxWindows * sizeof(SpanPlan) + 255) / 256 * 256;

@@ -150,6 +150,7 @@ TL_DEVICE uint4 load_shared16(shared_t p) {
   return v;
 }
 TL_DEVICE void store_shared4(shared_t p, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
+TL_DEVICE void store_shared8(shared_t p, float2 v) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(p), "f"(v.x), "f"(v.y) : "memory"); }
 TL_DEVICE void store_shared16(shared_t p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

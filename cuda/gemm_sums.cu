@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_sums(const SumsArgs args
   const int n_blocks = pad16(a.weight.n_in) / 16, n_chunks = (n_blocks + kChunkBlocks - 1) / kChunkBlocks;
   const Items items = items_of(a, n_chunks, blockIdx.x, gridDim.x);
   const int warp = __shfl_sync(0xffffffffu, warp_id(), 0);  // the same for the warp, and known to be
-  if (warp == kConsumers / 32) {
-    if (elected()) produce<W, N>(a, ring, items, n_chunks);
+  if (warp >= kConsumers / 32) {
+    produce<W, N>(a, ring, items, n_chunks, warp - kConsumers / 32);
     return;
   }
   const auto release = [&](int slot) {

@@ -252,6 +252,23 @@ def test_a_warm_request_allocates_nothing_and_makes_no_graph(emulated):
         assert (emulated.n_calls, emulated.n_instantiated) == (calls, graphs)
 
 
+def test_some_rows_of_a_sequence_repeat_a_graph_for_each_number_of_rows(emulated):
+    with open_model("cuda", "shipped", "bf16") as model:
+        pool, prefix = tl.PrefixPool(), random_tokens(CONFIGS["shipped"], 80)
+        model.register_prefix(pool, prefix, loops=2)
+
+        def behind(n):
+            prompt = np.concatenate([prefix, random_tokens(CONFIGS["shipped"], n, seed=n)])
+            launched = emulated.n_launched
+            tokens = model.generate_with_pool(pool, prompt, 1, loops=2, temperature=0.0)
+            launched = emulated.n_launched - launched
+            assert tokens == model.generate(prompt, 1, loops=2, temperature=0.0)
+            return launched
+
+        behind(20)
+        assert [behind(n) for n in (17, 25, 32)] == [1, 1, 1]  # all are filled up to 32 rows
+
+
 def test_closing_gives_everything_back(emulated):
     gc.collect()
     before = emulated.used(), dict(emulated.reserved), emulated.n_graphs

@@ -7,8 +7,8 @@ from .plan cimport Plan
 cdef class StepGraphs:
     cdef object device
     cdef Plan _plan
-    cdef dict _graphs                  # what addresses and launches depend on -> graph, or None after one run without
-    cdef int32_t *_token               # (max_out,)
+    cdef dict _graphs                  # what addresses and launches depend on -> graph, or None where there was no memory for it
+    cdef int32_t *_token               # (most rows of a graph,)
     cdef int32_t *_pos
     cdef int32_t *_index               # 0, 1, ..
     cdef int32_t *_seq

@@ -1,4 +1,5 @@
-"""Steps that the host waits for, as graphs: one row of each of some sequences, for beams and wherever logits are asked for.
+"""Batches that the host waits for and that come again, as graphs: one row of each of some sequences, for beams and wherever logits are
+asked for; and some rows of one sequence, as behind a prefix that a pool held.
 
 Rows are filled up to a power of two by rows that do nothing, so that few graphs serve all numbers. Rows that step by themselves
 have graphs of their own (cuda_lane.pyx).
@@ -15,21 +16,45 @@ from .plan cimport Plan
 from .errors import OutOfMemoryError
 
 cdef int MAX_GRAPHS = 32
+cdef int PROMPT_ROWS = 64  # of one sequence; with more, kernels take longer than their launches
+
+
+cdef int power_of_two(int n) noexcept:
+    """The first one that is not below n."""
+    cdef int rows = 1
+    while rows < n:
+        rows *= 2
+    return rows
 
 
 cdef int rows_for(Plan plan, int n) noexcept:
     """Rows of a graph for `n` <= max_out sequences."""
-    cdef int rows = 1
-    while rows < n:
-        rows *= 2
-    return min(rows, plan.desc.max_out)
+    return min(power_of_two(n), plan.desc.max_out)
+
+
+cdef int rows_of(Plan plan, const tl_batch *batch) noexcept:
+    """Rows of the graph of a batch, 0 where it has none."""
+    cdef int i, n = batch.n_rows, rows = 0
+    cdef bint steps = batch.n_out == n
+    if batch.sections != TL_RUN_ALL or batch.loop_begin or batch.operand_table != NULL:
+        return 0
+    if batch.final_x != NULL or batch.boundary_x != NULL or batch.x_in != NULL or batch.x_out != NULL or batch.e_out != NULL:
+        return 0
+    if steps and 1 <= n <= plan.desc.max_out:
+        rows = rows_for(plan, n)
+    elif 1 < n <= PROMPT_ROWS and batch.n_out <= 1:
+        rows = min(power_of_two(n), plan.desc.max_rows)
+    for i in range(n if rows else 0):
+        if batch.seq[i] != (i if steps else 0):
+            return 0
+    return rows
 
 
 cdef class StepGraphs:
     """Graphs of a plan; the arrays of their batches stay where they were when a graph was made, until `clear`."""
 
     def __cinit__(self, Plan plan):
-        cdef int i, n = plan.desc.max_out
+        cdef int i, n = max(plan.desc.max_out, PROMPT_ROWS)
         self.device = (<CudaContext>plan.context).device
         self._plan = plan
         self._graphs = {}
@@ -55,23 +80,18 @@ cdef class StepGraphs:
             pass
 
     cdef bint pad(self, tl_batch *batch) noexcept:
-        """Has a batch of host arrays that is such a step run as many rows as its graph has; False where it is none."""
-        cdef int i, n = batch.n_rows, rows
-        if not 1 <= n <= self._plan.desc.max_out or batch.n_out != n:
+        """Has a batch of host arrays that comes again run as many rows as its graph has; False where it is none."""
+        cdef int i, n = batch.n_rows, rows = rows_of(self._plan, batch)
+        if not rows:
             return False
-        if batch.sections != TL_RUN_ALL or batch.loop_begin or batch.operand_table != NULL:
-            return False
-        if batch.final_x != NULL or batch.boundary_x != NULL or batch.x_in != NULL or batch.x_out != NULL or batch.e_out != NULL:
-            return False
-        for i in range(n):
-            if batch.seq[i] != i:
-                return False
-        rows = rows_for(self._plan, n)
         memcpy(self._token, batch.token, n * sizeof(int32_t))
         memcpy(self._pos, batch.pos, n * sizeof(int32_t))
         memcpy(self._seq, batch.seq, n * sizeof(int32_t))
         for i in range(n, rows):
             self._token[i], self._pos[i], self._seq[i] = 0, -1, 0
+        batch.token, batch.pos, batch.seq, batch.n_rows = self._token, self._pos, self._seq, rows
+        if batch.n_out != n:
+            return True
         if batch.sampling != NULL:
             memcpy(self._sampling, batch.sampling, n * sizeof(tl_sampling))
             for i in range(n, rows):
@@ -79,26 +99,22 @@ cdef class StepGraphs:
                 self._sampling[i].size = sizeof(tl_sampling)
                 self._sampling[i].top_p = self._sampling[i].repetition_penalty = 1.0
             batch.sampling = self._sampling
-        batch.token, batch.pos, batch.seq, batch.out_row = self._token, self._pos, self._seq, self._index
-        batch.n_rows = batch.n_out = rows
+        batch.out_row, batch.n_out = self._index, rows
         return True
 
     cdef int run(self, const tl_batch *batch) except -1:
-        """Enqueues a padded batch whose arrays are on the device. The first of its kind loads the kernels, which a recording may not."""
+        """Enqueues a padded batch whose arrays are on the device. The first of its kind loads the kernels, which a recording may not; its
+        graph is made while the device runs it."""
         cdef object graph, key  # of declared types: Cython's inference of C tuples does not end here
-        key = (batch.n_rows, batch.loop_end, batch.window, batch.sampling != NULL, batch.logits != NULL)
-        if key not in self._graphs:
-            self.enqueue(batch, self._plan.context.stream)
-            self._graphs[key] = None
-            if len(self._graphs) > MAX_GRAPHS:
-                self.drop(next(iter(self._graphs)))
-            return 0
-        graph = self._graphs[key]
-        if graph is None:
-            self._graphs[key] = graph = self.record(batch)
-        if graph is None:
-            return self.enqueue(batch, self._plan.context.stream)
-        return (<CudaContext>self._plan.context).launch(graph)
+        key = (batch.n_rows, batch.n_out, batch.loop_end, batch.window, batch.sampling != NULL, batch.logits != NULL)
+        graph = self._graphs.get(key)
+        if graph is not None:
+            return (<CudaContext>self._plan.context).launch(graph)
+        self.enqueue(batch, self._plan.context.stream)
+        self._graphs[key] = self.record(batch)
+        if len(self._graphs) > MAX_GRAPHS:
+            self.drop(next(iter(self._graphs)))
+        return 0
 
     cdef object record(self, const tl_batch *batch):
         """A graph of the batch, or None where there is no memory for it."""

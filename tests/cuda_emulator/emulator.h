@@ -287,6 +287,7 @@ inline float reciprocal(float x) { return 1.0f / x; }
 inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }
 inline void store_shared4(shared_t p, uint32_t v) { *(uint32_t *)p = v; }
 inline uint4 load_shared16(shared_t p) { return *(const uint4 *)p; }
+inline void store_shared8(shared_t p, float2 v) { *(float2 *)p = v; }
 inline void store_shared16(shared_t p, uint4 v) { *(uint4 *)p = v; }
 
 // Where an operand of wgmma lies: address, distance of its groups of eight rows or columns, and of its two tiles of the inner dimension.
