@@ -143,6 +143,11 @@ TL_DEVICE void copy16_async(shared_t to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 TL_DEVICE void copy16_async(void *to, const void *from) { copy16_async(shared_of(to), from); }
+TL_DEVICE uint32_t load_shared4(shared_t p) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
 TL_DEVICE uint2 load_shared8(shared_t p) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
@@ -153,6 +158,8 @@ TL_DEVICE uint4 load_shared16(shared_t p) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
+TL_DEVICE void store_shared1(shared_t p, uint32_t v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
+TL_DEVICE void store_shared2(shared_t p, uint32_t v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(p), "h"((uint16_t)v) : "memory"); }
 TL_DEVICE void store_shared4(shared_t p, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
 TL_DEVICE void store_shared16(shared_t p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

@@ -20,7 +20,7 @@
 #include <utility>
 
 #include "host.h"
-#include "step_attend.cuh"
+#include "step_attend_codes.cuh"
 #include "step_program.h"
 
 namespace tl {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     held.init();
     barrier_init_done();
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
-    *(AttentionPlan *)attention.plan() = plan_attention(a.shape, cta.unit, cta.rank, a.states);
+    *(AttentionPlan *)attention.plan() = plan_attention<Kv>(a.shape, cta.unit, cta.rank, a.states);
   }
   const int32_t *tables = attends ? a.rows.page_table[a.rows.seq[0]] : nullptr;
   for (int i = threadIdx.x * 16; i < AttentionMemory::kAngle; i += kStepThreads * 16) *(uint4 *)(attention.base + i) = make_uint4(0, 0, 0, 0);
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     if (t.attends)
       run_attention<Kv>(t.attention, a.shape, cta, memory, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
-      run_product(t.product, memory, hand, ring, place, settle);
+      run_product<Kv::kQuantised>(t.product, memory, hand, ring, place, settle);
     a.order.next(task, round);
   }
 }
@@ -143,10 +143,13 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
   s.head_dim = plan.desc.head_dim;
   s.head_pad = plan.head_pad;
   s.k_nbytes = k_page_nbytes(plan.desc.kv_dtype, plan.head_pad);
-  s.n_units = s.n_kv_heads * ((s.group + kTileQueries - 1) / kTileQueries);
+  s.turn = rotation_block(plan.desc.kv_dtype, s.head_dim);
+  s.turn_scale = 1.0f / __builtin_sqrtf((float)s.turn);
+  const int most = is_quantised(plan.desc.kv_dtype) ? unit_queries<Codes<8>>() : unit_queries<F16>();
+  s.n_units = s.n_kv_heads * ((s.group + most - 1) / most);
   s.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / s.n_units));
   s.n_strides = n_ctas / s.n_ranks;
-  s.n_quads = merged_quads(std::min(s.group, kTileQueries), s.head_dim, s.n_ranks);
+  s.n_quads = merged_quads(std::min(s.group, most), s.head_dim, s.n_ranks);
   s.ranks_inverse = inverse_of(s.n_ranks);
   s.dims_inverse = inverse_of(s.head_dim / 4);
   return s;
@@ -155,7 +158,7 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
 // Whether a plan's steps, and a step's parts, are what this kernel does.
 bool suits(const tl_plan &plan) {
   const tl_plan_desc &d = plan.desc;
-  return plan.context.steps && (d.kv_dtype == TL_BF16 || d.kv_dtype == TL_F16) && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad &&
+  return plan.context.steps && d.kv_dtype != TL_F32 && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad &&
          d.dim <= 4 * kThreads * kStepQuads;
 }
 bool suits(const RowProgram &program) {
@@ -164,8 +167,11 @@ bool suits(const RowProgram &program) {
   return std::all_of(program.op + 1, program.op + program.n_ops, [](const RowOp &op) { return op.kind != kRowLoad; });
 }
 bool suits(const std::vector<StepPart> &parts) {
-  return (int)parts.size() >= kMinTasks &&
-         std::all_of(parts.begin(), parts.end(), [](const StepPart &part) { return part.attends || suits(part.gemv.program); });
+  for (const StepPart &part : parts) {
+    if (!part.attends && !suits(part.gemv.program)) return false;
+    if (part.attends && is_quantised(part.attend.place.kv.dtype) && (&part == &parts.back() || !reads_turned(part, *(&part + 1)))) return false;
+  }
+  return (int)parts.size() >= kMinTasks;
 }
 
 // Where in scratch memory the tasks are; written there if they are new. NULL where no more fit.
@@ -236,7 +242,12 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.counter = (unsigned long long *)(plan.memory + plan.scratch.step);
   a.states = words + kMaxChannels * channel_nbytes(plan);
   const Shape shape{dim3(n_ctas), kStepThreads, ring + at, 1, true};
-  launcher.launch(plan.desc.kv_dtype == TL_BF16 ? run_step<Bf16> : run_step<F16>, shape, a);
+  switch (plan.desc.kv_dtype) {
+    case TL_BF16: launcher.launch(run_step<Bf16>, shape, a); break;
+    case TL_F16: launcher.launch(run_step<F16>, shape, a); break;
+    case TL_INT8: launcher.launch(run_step<Codes<8>>, shape, a); break;
+    default: launcher.launch(run_step<Codes<4>>, shape, a);
+  }
   return true;
 }
 

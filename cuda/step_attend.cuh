@@ -33,6 +33,10 @@ TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionSha
   ask_words(h.word, h.count, [&](int j) { return h.from + j * 512; });
 }
 
+// Of codes, in step_attend_codes.cuh.
+template <class Kv>
+TL_DEVICE void place_codes(const AttentionShape &shape, const AttentionMemory &m, const float *v, int lane, int i, int part, uint8_t *page, int slot);
+
 // The heads of the row: q to the tile; where this CTA has the row's own chunk also k and v, kept beside the page they go to. The numbers are
 // finish_head's; all that a lane needs besides the head's words is in registers before they come.
 template <class Kv>
@@ -88,7 +92,9 @@ TL_DEVICE void place_heads(const StepAttention &t, const AttentionHead &a, const
       if (exists[j]) v[at[j].a] = turns[j] ? turned.x : x[j].x, v[at[j].b] = turns[j] ? turned.y : x[j].y;
     }
     __syncwarp();
-    if (dim < head_pad) {
+    if constexpr (Kv::kQuantised) {
+      place_codes<Kv>(shape, m, v, lane, i, part, u.stores ? to : nullptr, slot);
+    } else if (dim < head_pad) {
       const float4 low = *(const float4 *)(v + dim), high = *(const float4 *)(v + dim + 4);
       const uint4 rounded = round_quads(Kv::kDtype, low, high);
       if (part < 0) {
@@ -161,6 +167,16 @@ TL_DEVICE void find_chunk(TeamChunk &c, const Unit &u, const AttentionMemory &m,
   c.to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
 }
 
+TL_DEVICE void wait_for_pages(const Ring &ring, const TeamChunk &c) {
+#pragma unroll
+  for (int j = 0; j < kPagesOfWarp; j++)
+    if (c.reads_own[j]) ring.wait(c.own[j]);
+}
+TL_DEVICE void free_pages(const Ring &ring, const TeamChunk &c, int lane) {
+  __syncwarp();
+  if (lane < c.read.n) ring.free(c.freed, 1);
+}
+
 // What a thread needs for any chunk of a unit: found before the queries are there.
 struct TeamLane {
   int lane, w, barrier;  // w: which warp of the team
@@ -196,9 +212,7 @@ template <class Kv>
 TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos) {
   const int w = me.w, lane = me.lane;
   float s[kPagesOfWarp][2][4], top[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int j = 0; j < kPagesOfWarp; j++)
-    if (c.reads_own[j]) ring.wait(c.own[j]);
+  wait_for_pages(ring, c);
   if (c.inserted >= 0) {
     const shared_t page = (c.inserted ? c.k[kPagesOfWarp - 1] : c.k[0]) - lane * 16;
     static_assert(kPagesOfWarp == 2, "one page or the other");
@@ -257,9 +271,13 @@ TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const 
     }
   }
   if (c.inserted >= 0) fence_bulk_copies();  // the slots are copied to next
-  __syncwarp();
-  if (lane < c.read.n) ring.free(c.freed, 1);
+  free_pages(ring, c, lane);
 }
+
+// Of codes, in step_attend_codes.cuh.
+template <class Kv>
+TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos);
+TL_DEVICE void hand_turned(const AttentionHead &h, const Handover &hand, const Quad &quad, const Total &total);
 
 // The last chunk of one of a unit's CTAs.
 TL_DEVICE int last_chunk(const KeyChunks &chunks, int rank, int n_ranks) {
@@ -289,7 +307,7 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
 #pragma unroll 1
   for (int index = cta.unit; index < shape.n_units; index += shape.n_strides) {
     const bool is_first = index == cta.unit;
-    const Unit u = is_first ? plan.unit : unit_of(shape, index, cta.rank, states);
+    const Unit u = is_first ? plan.unit : unit_of<Kv>(shape, index, cta.rank, states);
     const MergeShare share = is_first ? plan.share : merge_share(shape, u);
     const int n_heads = u.n_queries + (owns ? 2 : 0);
     HeadWords head;
@@ -314,7 +332,10 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
       // A team that waits for a chunk has read the one kTeamsOfCta before: the ring holds as many, so no slot is two uses behind.
 #pragma unroll 1
       while (chunk < end) {
-        attend_chunk<Kv>(me, m, ring, c, keys, pos);
+        if constexpr (Kv::kQuantised)
+          attend_code_chunk<Kv>(me, m, ring, c, keys, pos);
+        else
+          attend_chunk<Kv>(me, m, ring, c, keys, pos);
         skip(kTeamsOfCta);
         if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
       }
@@ -326,10 +347,14 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
         Total total = {kMasked, 0.0f, 0.0f};
         if (begin != chunks.first) total = {kept[0], kept[1], kept[2]};
         merge_span(total, m, hand, quad, u.chunk_bytes, begin, end);
-        if (end == chunks.end)
-          hand_attention(t, a, hand, quad, total);
-        else if (hand.lane() < 4)
+        if (end == chunks.end) {
+          if constexpr (Kv::kQuantised)
+            hand_turned(a, hand, quad, total);
+          else
+            hand_attention(t, a, hand, quad, total);
+        } else if (hand.lane() < 4) {
           kept[0] = total.m, kept[1] = total.l, kept[2] = total.o;
+        }
       }
       if (end < chunks.end) meet();  // all of the CTA have read the span: what is written next is waited for by those who have, too
       begin = end;

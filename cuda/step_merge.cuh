@@ -41,6 +41,12 @@ TL_BOTH int merged_quads(int n_queries, int head_dim, int n_ranks) { return (n_q
 
 inline int attention_nbytes(const AttentionShape &shape) { return AttentionMemory::kTotal + 12 * shape.n_quads * 4; }
 
+// Queries of a unit at most: of codes a tile has each one's high and low bytes.
+template <class Kv>
+TL_BOTH constexpr int unit_queries() {
+  return Kv::kQuantised ? kTileQueries / 2 : kTileQueries;
+}
+
 // Words of a query's state: m and l, then O two dims a word.
 TL_BOTH int state_words(int head_pad) { return 1 + head_pad / 2; }
 // Of the states that all units hand over, of two spans' chunks.
@@ -55,12 +61,13 @@ struct Unit {
   uint8_t *states;
 };
 
+template <class Kv>
 TL_DEVICE Unit unit_of(const AttentionShape &shape, int unit, int rank, uint8_t *states) {
-  const int sub = unit < shape.n_kv_heads ? 0 : unit / shape.n_kv_heads, first = sub * kTileQueries;
+  const int sub = unit < shape.n_kv_heads ? 0 : unit / shape.n_kv_heads, first = sub * unit_queries<Kv>();
   Unit u;
   u.kv_head = unit - sub * shape.n_kv_heads;
   u.first_head = u.kv_head * shape.group + first;
-  u.n_queries = min(shape.group - first, kTileQueries);
+  u.n_queries = min(shape.group - first, unit_queries<Kv>());
   u.rank = rank;
   u.stores = sub == 0;
   u.query_bytes = state_words(shape.head_pad) * 16;
@@ -87,9 +94,10 @@ struct alignas(16) AttentionPlan {
   MergeShare share;
 };
 static_assert(sizeof(AttentionPlan) <= AttentionMemory::kTotal - AttentionMemory::kPlan, "a plan fits");
+template <class Kv>
 TL_DEVICE AttentionPlan plan_attention(const AttentionShape &shape, int unit, int rank, uint8_t *states) {
   AttentionPlan plan;
-  plan.unit = unit_of(shape, unit, rank, states);
+  plan.unit = unit_of<Kv>(shape, unit, rank, states);
   plan.share = merge_share(shape, plan.unit);
   return plan;
 }

@@ -122,7 +122,7 @@ TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const A
 #pragma unroll
       for (int j = 0; j < kPagesOfChunk; j++) {
         if (j >= read.n) break;
-        requests.request(k_of(kv, page[j], kv_head), 2 * kv.k_nbytes);
+        requests.request(k_of(kv, page[j], kv_head), kv.k_nbytes + kv.v_nbytes);
       }
     }
   }

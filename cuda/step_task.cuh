@@ -48,6 +48,8 @@ struct alignas(16) ProductHead {
   int32_t dim, n_ops, early;       // of the program: values, operations, and the one among them whose row is there early, or 0
   uint32_t kinds;                  // of the operations after the first, kKindBits each
   int32_t groups;                  // whether groups of columns have scales
+  int32_t turn;                    // of a row that attention left turned: in blocks of so many (step_turn.cuh); or 0
+  float turn_scale;
   Channel row, addend;             // the operand, or what the program loads
   uint8_t *words;                  // of the outputs, or NULL
   void *out;                       // and where else they go
@@ -70,7 +72,9 @@ struct StepProduct {
 // What all attentions of a step share.
 struct AttentionShape {
   int32_t n_kv_heads, group, head_dim, head_pad, k_nbytes;  // group: queries of a KV head
-  int32_t n_units, n_ranks;  // KV heads with up to kTileQueries queries; CTAs of each
+  int32_t turn;              // of codes, and its scale: see PlaceArgs
+  float turn_scale;
+  int32_t n_units, n_ranks;  // KV heads with up to unit_queries queries; CTAs of each
   int32_t n_strides;         // units that are worked on at once
   int32_t n_quads;           // quads of dims that a CTA merges of a unit
   uint32_t ranks_inverse, dims_inverse;  // of n_ranks, and of head_dim / 4

@@ -282,7 +282,10 @@ inline float min_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a
 inline int nearest(float x) { return x == x ? (int)rintf(x) : 0; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
+inline uint32_t load_shared4(shared_t p) { return *(const uint32_t *)p; }
 inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }
+inline void store_shared1(shared_t p, uint32_t v) { *(uint8_t *)p = (uint8_t)v; }
+inline void store_shared2(shared_t p, uint32_t v) { *(uint16_t *)p = (uint16_t)v; }
 inline void store_shared4(shared_t p, uint32_t v) { *(uint32_t *)p = v; }
 inline uint4 load_shared16(shared_t p) { return *(const uint4 *)p; }
 inline void store_shared16(shared_t p, uint4 v) { *(uint4 *)p = v; }
