@@ -46,12 +46,9 @@ TL_DEVICE void turn_head(float (&x)[kDims], int block, float scale, int lane) {
   }
 #pragma unroll 1
   for (int half = kDims; half < block; half *= 2) {
-    const bool upper = lane & half / kDims;
+    const float sign = lane & half / kDims ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < kDims; i++) {
-      const float other = __shfl_xor_sync(0xffffffffu, x[i], half / kDims);
-      x[i] = upper ? other - x[i] : x[i] + other;
-    }
+    for (int i = 0; i < kDims; i++) x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffffu, x[i], half / kDims));
   }
 #pragma unroll
   for (int i = 0; i < kDims; i++) x[i] = x[i] * scale;
@@ -63,15 +60,27 @@ struct OperandScale {
   float scale, inverse;
 };
 // Of values whose largest magnitude is `top`; too small a one makes all operands 0, a NaN or an infinity the scale no number.
-TL_DEVICE OperandScale operand_scale(float top) { return {top * (1.0f / kOperandMax), top >= kLeastScale ? (float)kOperandMax / top : 0.0f}; }
-TL_DEVICE int operand_of(float x, OperandScale s) { return nearest(x * s.inverse); }
+TL_DEVICE OperandScale operand_scale(float top) {
+  return {top * (1.0f / kOperandMax) + top * 0.0f, top >= kLeastScale ? (float)kOperandMax / top : 0.0f};
+}
 
 TL_DEVICE uint32_t pack_bytes(int a, int b, int c, int d) {
   return (uint32_t)(a & 255) | (uint32_t)(b & 255) << 8 | (uint32_t)(c & 255) << 16 | (uint32_t)(d & 255) << 24;
 }
-// An operand is 256 times its high byte and its low byte, both signed.
-TL_DEVICE uint32_t low_bytes(int a, int b, int c, int d) { return pack_bytes(a, b, c, d); }
-TL_DEVICE uint32_t high_bytes(int a, int b, int c, int d) { return pack_bytes((a + 128) >> 8, (b + 128) >> 8, (c + 128) >> 8, (d + 128) >> 8); }
+
+// Four operands: 256 times the high byte and the low byte, both signed.
+struct FourOperands {
+  uint32_t high, low;
+};
+// The nearest integers, ties to even: what a float at 1.5 2^23 rounds to. With 128 more the second byte is the high one, and the first one
+// the low one but for its highest bit. Of what is no number any: its scale is none.
+TL_DEVICE FourOperands four_operands(float a, float b, float c, float d, OperandScale s) {
+  constexpr float kOnes = 12582912.0f + 128.0f;
+  const uint32_t o[4] = {float_bits(a * s.inverse + kOnes), float_bits(b * s.inverse + kOnes), float_bits(c * s.inverse + kOnes),
+                         float_bits(d * s.inverse + kOnes)};
+  return {select_bytes(select_bytes(o[0], o[1], 0x51), select_bytes(o[2], o[3], 0x51), 0x5410),
+          select_bytes(select_bytes(o[0], o[1], 0x40), select_bytes(o[2], o[3], 0x40), 0x5410) ^ 0x80808080u};
+}
 
 // The largest magnitude of a head.
 template <int kDims>
@@ -95,11 +104,9 @@ TL_DEVICE QueryCodes<kDims> query_codes(const float (&x)[kDims]) {
   QueryCodes<kDims> q;
 #pragma unroll
   for (int i = 0; i < kDims / 4; i++) {
-    int o[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) o[j] = operand_of(x[4 * i + j], s);
-    q.high[i] = high_bytes(o[0], o[1], o[2], o[3]);
-    q.low[i] = low_bytes(o[0], o[1], o[2], o[3]);
+    const FourOperands o = four_operands(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3], s);
+    q.high[i] = o.high;
+    q.low[i] = o.low;
   }
   q.scale = s.scale;
   return q;

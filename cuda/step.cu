@@ -31,14 +31,15 @@ constexpr int kMinSlots = kTeamsOfCta * kPagesOfChunk, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;  // fewer do not pay
 // Slots that a CTA asks for before they are there. More would not make memory faster, but the words that CTAs wait for would queue behind them.
 constexpr int kInFlight = 5, kInFlightInt8 = 4;
+constexpr int kMaxInFlight = 12;  // as many bytes of small pages; fewer than there are slots
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
-static_assert(kMinSlots >= kWarps, "see Ring");
+static_assert(kMinSlots >= kWarps && kMinSlots > kMaxInFlight, "see Ring");
 
 struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots, in_flight;
+  int32_t n_slots, in_flight, more_pages;  // more_pages: in flight, than of weights
   uint32_t slots_inverse;
   AttentionShape shape;
   int32_t n_angles;  // cosines and sines of the row's position, where attention has them in shared memory
@@ -68,7 +69,8 @@ TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing 
     if (!t.attends)
       request_weights(requests, t.product);
     else
-      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.head.window), table_of(a, tables, t.attention, round));
+      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.head.window), table_of(a, tables, t.attention, round),
+                    a.more_pages);
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
     held.request(n + kTasksAhead, a.tasks + asked);
@@ -158,8 +160,7 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
 // Whether a plan's steps, and a step's parts, are what this kernel does.
 bool suits(const tl_plan &plan) {
   const tl_plan_desc &d = plan.desc;
-  return plan.context.steps && d.kv_dtype != TL_F32 && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad &&
-         d.dim <= 4 * kThreads * kStepQuads;
+  return plan.context.steps && d.kv_dtype != TL_F32 && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad && d.dim <= 4 * kThreads * kStepQuads;
 }
 bool suits(const RowProgram &program) {
   if (!program.n_ops) return true;
@@ -214,6 +215,8 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   StepArgs a = {};
   a.in_flight = kInFlight;
   a.shape = shape_of(plan, n_ctas);
+  const int page = k_page_nbytes(plan.desc.kv_dtype, plan.head_pad) + v_page_nbytes(plan.desc.kv_dtype, plan.head_pad);
+  a.more_pages = is_quantised(plan.desc.kv_dtype) ? std::max(0, std::min(kInFlight * kSlotBytes / page, kMaxInFlight) - kInFlight) : 0;
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
       if (t.product.head.dtype == TL_INT8) a.in_flight = kInFlightInt8;

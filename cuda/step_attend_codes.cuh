@@ -58,7 +58,8 @@ TL_DEVICE void put_value_codes(const Page &page, const uint32_t *row, int lane, 
 
 // A finished head of the row: q to the tile, k and v as codes, kept beside the page they go to. `page`: NULL where another CTA stores them.
 template <class Kv>
-TL_DEVICE void place_codes(const AttentionShape &shape, const AttentionMemory &m, const float *v, int lane, int i, int part, uint8_t *page, int slot) {
+TL_DEVICE void place_codes(const AttentionShape &shape, const AttentionMemory &m, const float *v, int lane, int i, int part, uint8_t *page,
+                           int slot) {
   const int dim = lane * kDimsOfLane, head_pad = shape.head_pad;
   float x[kDimsOfLane];
   load_dims(x, v, head_pad, lane);
@@ -93,23 +94,92 @@ TL_DEVICE ScalePlaces scale_places(int head_pad) {
   return {k_scale_at(head_pad), v_scale_at(Kv::kDtype, head_pad), v_zero_at(Kv::kDtype, head_pad)};
 }
 
-// As four_scales, of a group in the ring.
-TL_DEVICE void read_scales(float (&v)[4], shared_t group, int lane) {
-  const float2 a = Bf16::unpack(load_shared4(group + lane % 4 * 4)), b = Bf16::unpack(load_shared4(group + 16 + lane % 4 * 4));
-  v[0] = a.x, v[1] = a.y, v[2] = b.x, v[3] = b.y;
-}
+// As four_scales, of a group in the ring: the lane's two words, and its four keys' scales or zeros in them.
+struct ScaleWords {
+  uint32_t word[2];
+  TL_DEVICE_MEMBER void read(shared_t group, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) word[i] = load_shared4(group + i * 16 + lane % 4 * 4);
+  }
+  TL_DEVICE_MEMBER void multiply(float (&x)[4], const float (&by)[4]) const {
+    const float2 a = Bf16::unpack(word[0]), b = Bf16::unpack(word[1]);
+    x[0] = by[0] * a.x, x[1] = by[1] * a.y, x[2] = by[2] * b.x, x[3] = by[3] * b.y;
+  }
+};
 
 // Values that no one reads may have scales and zeros that are no number: in the copies of a warp's pages they become 0, as is P. A lane a key.
 template <class Kv>
 TL_DEVICE void clear_unread(const TeamChunk &c, const shared_t (&v)[kPagesOfWarp], const ScalePlaces &at, const Keys &keys, int lane, int head_pad) {
   const int key = c.first + lane, slot = lane % TL_PAGE_POSITIONS;
   static_assert(kPagesOfWarp * TL_PAGE_POSITIONS == 32, "a key a lane");
-  if (key >= keys.first && key < keys.end) return;
+  if ((key >= keys.first && key < keys.end) || !(lane < TL_PAGE_POSITIONS ? c.reads_own[0] : c.reads_own[1])) return;
   const shared_t page = lane < TL_PAGE_POSITIONS ? v[0] : v[1];
 #pragma unroll 1
   for (int group = 0; group < n_value_groups(Kv::kDtype, head_pad); group++) {
     store_shared2(page + at.value + group * kScaleBytes + 2 * slot, 0);
     if (Kv::kValueBits == 4) store_shared2(page + at.zero + group * kScaleBytes + 2 * slot, 0);
+  }
+}
+
+// Scores of the lane's query against its keys of the warp's pages, in units of log2(e).
+TL_DEVICE void score_codes(float (&s)[kPagesOfWarp][4], const TeamLane &me, const TeamChunk &c, int key_scales, float scale) {
+  const int lane = me.lane, n_blocks = code_pad(me.head_pad) / kCodeBlock;
+  int sum[kPagesOfWarp][2][4] = {};
+  shared_t page[kPagesOfWarp];
+  ScaleWords key[kPagesOfWarp];
+#pragma unroll
+  for (int j = 0; j < kPagesOfWarp; j++) {
+    page[j] = c.k[j] - lane * 16 + (lane % 8 + (lane & 8) * 2 + (lane & 16) / 2) * 16;  // both halves of eight keys' dims, then of the others'
+    key[j].read(c.k[j] - lane * 16 + key_scales, lane);
+  }
+#pragma unroll 4
+  for (int b = 0; b < n_blocks; b++) {
+    uint32_t q[4], k[kPagesOfWarp][4];
+    ldmatrix4(q, me.q + b * 512);
+#pragma unroll
+    for (int j = 0; j < kPagesOfWarp; j++) ldmatrix4(k[j], page[j] + b * 512);
+#pragma unroll
+    for (int j = 0; j < kPagesOfWarp; j++) {
+      mma_s8(sum[j][0], q, k[j][0], k[j][1]);
+      mma_s8(sum[j][1], q, k[j][2], k[j][3]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kPagesOfWarp; j++) {
+    float product[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) product[i] = (float)whole(sum[j][i / 2][i % 2], sum[j][i / 2][i % 2 + 2]);
+    key[j].multiply(s[j], product);
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[j][i] = s[j][i] * scale;
+  }
+}
+
+// What a warp reads of a chunk's values: its share of their rows of bytes, unit w and every second one from there, with scales and zeros.
+template <class Kv>
+struct ValueWords {
+  static constexpr int kUnits = kStepHeadPad / Kv::kUnitDims / kWarpsOfTeam, kGroups = Kv::kValueBits == 4 ? kUnits : 1;
+  uint32_t codes[kUnits][kPagesOfChunk / 2][4];  // of two pages each
+  ScaleWords scale[kGroups][kPagesOfChunk], zero[kGroups][kPagesOfChunk];
+};
+// Those behind the head's end, which no one uses, are in the slot too.
+template <class Kv>
+TL_DEVICE void read_values(ValueWords<Kv> &v, const TeamLane &me, const TeamChunk &c, const ScalePlaces &at) {
+  using Words = ValueWords<Kv>;
+  const int lane = me.lane;
+#pragma unroll
+  for (int g = 0; g < Words::kGroups; g++)
+#pragma unroll
+    for (int j = 0; j < kPagesOfChunk; j++) {
+      const shared_t group = c.v[j] - lane * 16 + (Kv::kValueBits == 4 ? (me.w + g * kWarpsOfTeam) * kScaleBytes : 0);
+      v.scale[g][j].read(group + at.value, lane);
+      if (Kv::kValueBits == 4) v.zero[g][j].read(group + at.zero, lane);
+    }
+#pragma unroll
+  for (int j = 0; j < kPagesOfChunk / 2; j++) {  // a lane gives a row's address: page, dims, row
+    const shared_t row = (lane & 8 ? c.v[2 * j + 1] : c.v[2 * j]) - lane * 16 + lane / 16 * 128 + lane % 8 * 16 + me.w * 256;
+#pragma unroll
+    for (int u = 0; u < Words::kUnits; u++) ldmatrix4(v.codes[u][j], row + u * kWarpsOfTeam * 256);
   }
 }
 
@@ -128,121 +198,83 @@ struct StepWeights {
   uint32_t both[kPagesOfChunk / 2][4];
   float scale, zero;
 };
-
-// scales, zeros: of the group, in each page.
 template <class Kv>
-TL_DEVICE void weigh_scales(StepWeights &w, const float (&p)[kPagesOfChunk][4], const shared_t (&scales)[kPagesOfChunk], int zeros, int lane) {
-  float y[kPagesOfChunk][4], four[4], top = 0.0f;
+TL_DEVICE void weigh_scales(StepWeights &w, const float (&p)[kPagesOfChunk][4], const ScaleWords (&scale)[kPagesOfChunk],
+                            const ScaleWords (&zero)[kPagesOfChunk]) {
+  float y[kPagesOfChunk][4], largest[kPagesOfChunk];
   if (Kv::kValueBits == 4) {
 #pragma unroll
-    for (int j = 0; j < kPagesOfChunk; j++) {
-      read_scales(four, scales[j] + zeros, lane);
-#pragma unroll
-      for (int i = 0; i < 4; i++) y[j][i] = p[j][i] * four[i];
-    }
+    for (int j = 0; j < kPagesOfChunk; j++) zero[j].multiply(y[j], p[j]);
     w.zero = sum_of_lanes(y);
   }
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk; j++) {
-    read_scales(four, scales[j], lane);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      y[j][i] = p[j][i] * four[i];
-      top = max_nan(top, fabsf(y[j][i]));
-    }
+    scale[j].multiply(y[j], p[j]);
+    largest[j] = max_nan(max_nan(fabsf(y[j][0]), fabsf(y[j][1])), max_nan(fabsf(y[j][2]), fabsf(y[j][3])));
   }
+  float top = max_nan(max_nan(largest[0], largest[1]), max_nan(largest[2], largest[3]));
   top = max_nan(top, __shfl_xor_sync(0xffffffffu, top, 1));
   top = max_nan(top, __shfl_xor_sync(0xffffffffu, top, 2));
   const OperandScale s = operand_scale(top);
   w.scale = s.scale;
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk; j++) {
-    int o[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) o[i] = operand_of(y[j][i], s);
-    w.both[j / 2][j % 2 * 2] = high_bytes(o[0], o[1], o[2], o[3]);
-    w.both[j / 2][j % 2 * 2 + 1] = low_bytes(o[0], o[1], o[2], o[3]);
+    const FourOperands o = four_operands(y[j][0], y[j][1], y[j][2], y[j][3], s);
+    w.both[j / 2][j % 2 * 2] = o.high;
+    w.both[j / 2][j % 2 * 2 + 1] = o.low;
   }
 }
 
-// Sixteen dims of O from zero, to whoever merges them. codes[i]: what ldmatrix brings of pages 2 i and 2 i + 1.
+// Sixteen dims of O from zero: the lane's two, and the two eight dims on.
 template <class Kv>
-TL_DEVICE void weigh_sixteen(const StepWeights &w, const uint32_t (&codes)[kPagesOfChunk / 2][4], uint8_t *word, bool exists, uint64_t flag) {
+TL_DEVICE void weigh_sixteen(float (&o)[4], const StepWeights &w, const uint32_t (&codes)[kPagesOfChunk / 2][4]) {
   int sum[2][4] = {};
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk / 2; j++)
 #pragma unroll
     for (int i = 0; i < 2; i++) mma_s8(sum[i], w.both[j], codes[j][2 * i], codes[j][2 * i + 1]);
-  float o[2][2];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float product = (float)whole(sum[i / 2][i % 2], sum[i / 2][i % 2 + 2]);
-    o[i / 2][i % 2] = Kv::kValueBits == 4 ? fmaf(product, w.scale, w.zero) : product * w.scale;
+    o[i] = Kv::kValueBits == 4 ? fmaf(product, w.scale, w.zero) : product * w.scale;
   }
-  if (!exists) return;
-  store_flagged(word, two_floats(o[0][0], o[0][1]), flag);
-  store_flagged(word + 64, two_floats(o[1][0], o[1][1]), flag);
 }
 
-// P V of the chunk: each warp of the team its share of V's rows of bytes. v: this lane's rows in a pair of pages.
+// P V of the warp's share, to whoever merges it.
 template <class Kv>
-TL_DEVICE void weigh_values(const TeamLane &me, const TeamChunk &c, const float (&p)[kPagesOfChunk][4], const ScalePlaces &at) {
-  const int lane = me.lane, head_pad = me.head_pad;
-  shared_t scales[kPagesOfChunk], rows[kPagesOfChunk / 2];
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk; j++) scales[j] = c.v[j] - lane * 16 + at.value;
-#pragma unroll
-  for (int j = 0; j < kPagesOfChunk / 2; j++)  // page, dims, row
-    rows[j] = (lane / 8 % 2 ? c.v[2 * j + 1] : c.v[2 * j]) - lane * 16 + lane / 16 * 128 + lane % 8 * 16;
+TL_DEVICE void weigh_values(const TeamLane &me, const TeamChunk &c, const float (&p)[kPagesOfChunk][4], const ValueWords<Kv> &v) {
+  constexpr int kUnits = ValueWords<Kv>::kUnits, kHalves = Kv::kUnitDims / 16;
+  float o[kUnits][kHalves][4];
   StepWeights weights;
-  if (Kv::kValueBits == 8) weigh_scales<Kv>(weights, p, scales, 0, lane);
-  uint8_t *const first = c.to + (1 + lane % 4) * 16;
-#pragma unroll 2
-  for (int unit = me.w; unit * Kv::kUnitDims < head_pad; unit += kWarpsOfTeam) {
-    uint32_t codes[kPagesOfChunk / 2][4];
+  if constexpr (Kv::kValueBits == 8) {
+    weigh_scales<Kv>(weights, p, v.scale[0], v.zero[0]);
 #pragma unroll
-    for (int j = 0; j < kPagesOfChunk / 2; j++) ldmatrix4(codes[j], rows[j] + unit * 256);
-    if constexpr (Kv::kValueBits == 8) {
-      weigh_sixteen<Kv>(weights, codes, first + unit * 128, me.exists[0], c.flag);
-    } else {
-      shared_t group[kPagesOfChunk];
+    for (int u = 0; u < kUnits; u++) weigh_sixteen<Kv>(o[u][0], weights, v.codes[u]);  // those behind the head's end too: no branch between them
+  } else {
 #pragma unroll
-      for (int j = 0; j < kPagesOfChunk; j++) group[j] = scales[j] + unit * kScaleBytes;
-      weigh_scales<Kv>(weights, p, group, at.zero - at.value, lane);
+    for (int u = 0; u < kUnits; u++) {
+      if ((me.w + u * kWarpsOfTeam) * Kv::kUnitDims >= me.head_pad) break;
+      weigh_scales<Kv>(weights, p, v.scale[u], v.zero[u]);
 #pragma unroll
-      for (int upper = 0; upper < 2; upper++) {
-        if (unit * Kv::kUnitDims + upper * 16 >= head_pad) break;
+      for (int upper = 0; upper < kHalves; upper++) {
         uint32_t half[kPagesOfChunk / 2][4];
 #pragma unroll
-        for (int i = 0; i < kPagesOfChunk * 2; i++) half[i / 4][i % 4] = codes[i / 4][i % 4] >> 4 * upper & 0x0f0f0f0fu;
-        weigh_sixteen<Kv>(weights, half, first + (unit * 2 + upper) * 128, me.exists[0], c.flag);
+        for (int i = 0; i < kPagesOfChunk * 2; i++) half[i / 4][i % 4] = v.codes[u][i / 4][i % 4] >> 4 * upper & 0x0f0f0f0fu;
+        weigh_sixteen<Kv>(o[u][upper], weights, half);
       }
     }
   }
-}
-
-// Scores of the lane's query against its keys of the warp's pages, in units of log2(e).
-TL_DEVICE void score_step_codes(float (&s)[kPagesOfWarp][4], const TeamLane &me, const TeamChunk &c, int key_scales, float scale) {
-  int sum[kPagesOfWarp][2][4] = {};
-#pragma unroll 2
-  for (int b = 0; b < code_pad(me.head_pad) / kCodeBlock; b++) {
-    uint32_t q[4], k[kPagesOfWarp][4];
-    ldmatrix4(q, me.q + b * 512);
+  if (!me.exists[0]) return;
 #pragma unroll
-    for (int j = 0; j < kPagesOfWarp; j++) ldmatrix4(k[j], c.k[j] + b * 512);
+  for (int u = 0; u < kUnits; u++)
 #pragma unroll
-    for (int j = 0; j < kPagesOfWarp; j++) {
-      mma_s8(sum[j][0], q, k[j][0], k[j][2]);
-      mma_s8(sum[j][1], q, k[j][1], k[j][3]);
+    for (int upper = 0; upper < kHalves; upper++) {
+      const int block = (me.w + u * kWarpsOfTeam) * kHalves + upper;
+      if (block * 16 >= me.head_pad) break;
+      uint8_t *const word = c.to + (1 + block * 8 + me.lane % 4) * 16;
+      store_flagged(word, two_floats(o[u][upper][0], o[u][upper][1]), c.flag);
+      store_flagged(word + 64, two_floats(o[u][upper][2], o[u][upper][3]), c.flag);
     }
-  }
-#pragma unroll
-  for (int j = 0; j < kPagesOfWarp; j++) {
-    float key[4];
-    read_scales(key, c.k[j] - me.lane * 16 + key_scales, me.lane);
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[j][i] = ((float)whole(sum[j][i / 2][i % 2], sum[j][i / 2][i % 2 + 2]) * key[i]) * scale;
-  }
 }
 
 // attend_chunk of codes.
@@ -256,12 +288,11 @@ TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, c
   wait_for_pages(ring, c);
   if (!c.is_whole) clear_unread<Kv>(c, values, at, keys, lane, head_pad);
   if (c.inserted >= 0) {
-    __syncwarp();  // slots of keys that no one reads are not the row's own; but stores to one line stay in order
     put_key_codes(PageInRing{(c.inserted ? c.k[1] : c.k[0]) - lane * 16}, new_codes(m, 0), lane, head_pad, pos % TL_PAGE_POSITIONS);
     put_value_codes<Kv>(PageInRing{c.inserted ? values[1] : values[0]}, new_codes(m, 1), lane, head_pad, pos % TL_PAGE_POSITIONS);
     __syncwarp();
   }
-  score_step_codes(s, me, c, at.key, query_scales(m)[lane / 4] * me.scale);
+  score_codes(s, me, c, at.key, query_scales(m)[lane / 4] * me.scale);
   if (!c.is_whole)
 #pragma unroll
     for (int j = 0; j < kPagesOfWarp; j++)
@@ -275,6 +306,8 @@ TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, c
   top = row_maximum<Kv>(top);
   if (lane % 4 == 0) me.top[0] = top;
   sync_threads(me.barrier, kWarpsOfTeam * 32);
+  ValueWords<Kv> words;
+  read_values(words, me, c, at);  // both warps have waited for theirs, and put in what is new
   top = chunk_maximum<Kv>(larger<Kv>(top, me.other_top[0]), me.scale);
 #pragma unroll
   for (int j = 0; j < kPagesOfWarp; j++) {
@@ -288,7 +321,7 @@ TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, c
     const uint4 four = me.p[j * 32];
     p[j][0] = bits_float(four.x), p[j][1] = bits_float(four.y), p[j][2] = bits_float(four.z), p[j][3] = bits_float(four.w);
   }
-  weigh_values<Kv>(me, c, p, at);
+  weigh_values<Kv>(me, c, p, words);
   if (w) {
     const float l = sum_of_lanes(p);
     if (me.exists[0] && lane % 4 == 0) store_flagged(c.to, two_floats(top, l), c.flag);

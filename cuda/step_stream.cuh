@@ -56,13 +56,20 @@ struct Requests {
   int left;         // that may be asked for before any has arrived
   uint64_t policy;  // what is read once does not drive out what CTAs hand to each other
   RingPlace at, arrives;  // where the next one goes, and which one must be there by then
+  TL_DEVICE_MEMBER void allow(int n) { left += n; }  // more, until as many are taken back
+  TL_DEVICE_MEMBER void take_back(int n) {
+    for (; n > left; n--) await_one();
+    left -= n;
+  }
+  TL_DEVICE_MEMBER void await_one() {
+    barrier_wait(ring.full + arrives.slot * 8, arrives.parity);
+    arrives.next(ring.n_slots);
+  }
   TL_DEVICE_MEMBER void request(const uint8_t *from, int nbytes) {
-    if (left) {
+    if (left)
       left--;
-    } else {
-      barrier_wait(ring.full + arrives.slot * 8, arrives.parity);
-      arrives.next(ring.n_slots);
-    }
+    else
+      await_one();
     barrier_wait(ring.empty + at.slot * 8, at.parity ^ 1);
     barrier_arrive_expecting(ring.full + at.slot * 8, nbytes);
     copy_bulk(ring.address(at), from, nbytes, ring.full + at.slot * 8, policy);
@@ -104,28 +111,37 @@ TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
     for (int begin = 0; begin < panel_bytes; begin += item_bytes) requests.request(panel + begin, min(item_bytes, panel_bytes - begin));
 }
 
-// The pages that the CTA's chunks read, chunk by chunk.
+// The pages that the CTA's chunks read, chunk by chunk; `more`: how many more slots than otherwise may be on their way, where pages are small.
 TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const AttentionShape &shape, const CtaPlace &cta, const Keys &keys,
-                             const int32_t *table) {
+                             const int32_t *table, int more) {
   const KvLayer &kv = a.attend.place.kv;
   const KeyChunks chunks = chunks_of(keys);
+  int page[kPagesOfChunk] = {}, n;
+  const auto look_up = [&](int chunk) {
+    const PagesRead read = pages_of(keys, chunk);
+    n = chunk < chunks.end ? read.n : 0;
+#pragma unroll
+    for (int j = 0; j < kPagesOfChunk; j++)
+      if (j < n) page[j] = table[chunk * kPagesOfChunk + read.first + j];
+  };
+  requests.allow(more);
 #pragma unroll 1
   for (int unit = cta.unit; unit < shape.n_units; unit += shape.n_strides) {
     const int kv_head = unit < shape.n_kv_heads ? unit : unit % shape.n_kv_heads;
+    look_up(chunks.first + cta.rank);
 #pragma unroll 1
     for (int chunk = chunks.first + cta.rank; chunk < chunks.end; chunk += shape.n_ranks) {
-      const PagesRead read = pages_of(keys, chunk);
-      int page[kPagesOfChunk];
-#pragma unroll
-      for (int j = 0; j < kPagesOfChunk; j++)
-        if (j < read.n) page[j] = table[chunk * kPagesOfChunk + read.first + j];
+      const int now[kPagesOfChunk] = {page[0], page[1], page[2], page[3]}, n_now = n;
+      static_assert(kPagesOfChunk == 4, "all of a chunk's pages");
+      look_up(chunk + shape.n_ranks);  // pages' numbers take their time: those of the next chunk, before these are asked for
 #pragma unroll
       for (int j = 0; j < kPagesOfChunk; j++) {
-        if (j >= read.n) break;
-        requests.request(k_of(kv, page[j], kv_head), kv.k_nbytes + kv.v_nbytes);
+        if (j >= n_now) break;
+        requests.request(k_of(kv, now[j], kv_head), kv.k_nbytes + kv.v_nbytes);
       }
     }
   }
+  requests.take_back(more);
 }
 
 #endif
