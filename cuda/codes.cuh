@@ -17,17 +17,18 @@ struct Codes {
   static constexpr int kUnitDims = kBits == 8 ? 16 : TL_KV_GROUP;  // of V, whose bytes lie together
 };
 
-TL_DEVICE float warp_largest(float x) {
-  for (int w = 16; w; w /= 2) x = max_nan(x, __shfl_xor_sync(0xffffffffu, x, w));
-  return x;
-}
+// Of floats that are not negative, whose bits are in their order; no number is above all.
+TL_DEVICE float warp_largest(float x) { return bits_float(warp_maximum(float_bits(x))); }
 
 // The lane's dims of a head in shared memory, zeros behind its end.
 template <int kDims>
 TL_DEVICE void load_dims(float (&x)[kDims], const float *head, int head_pad, int lane) {
   const int dim = lane * kDims;
 #pragma unroll
-  for (int i = 0; i < kDims; i++) x[i] = dim < head_pad ? head[dim + i] : 0.0f;
+  for (int i = 0; i < kDims; i += 4) {
+    const float4 four = dim < head_pad ? *(const float4 *)(head + dim + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+  }
 }
 
 // The head times the Hadamard matrix over sqrt(block), in blocks of so many dims: stages of sums and differences, then one product.
@@ -44,8 +45,9 @@ TL_DEVICE void turn_head(float (&x)[kDims], int block, float scale, int lane) {
       x[i + half] = a - b;
     }
   }
-#pragma unroll 1
-  for (int half = kDims; half < block; half *= 2) {
+#pragma unroll
+  for (int half = kDims; half < 32 * kDims; half *= 2) {
+    if (half >= block) break;
     const float sign = lane & half / kDims ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < kDims; i++) x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffffu, x[i], half / kDims));

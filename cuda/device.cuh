@@ -121,6 +121,8 @@ TL_DEVICE float min_nan(float a, float b) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
+// The largest of a warp's, for all its lanes.
+TL_DEVICE uint32_t warp_maximum(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 // The nearest integer, ties to even; of a NaN any.
 TL_DEVICE int nearest(float x) { return __float2int_rn(x); }
 

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     if (t.attends)
       run_attention<Kv>(t.attention, a.shape, cta, memory, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
-      run_product<Kv::kQuantised>(t.product, memory, hand, ring, place, settle);
+      run_product(t.product, memory, hand, ring, place, settle);
     a.order.next(task, round);
   }
 }
@@ -151,7 +151,8 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
   s.n_units = s.n_kv_heads * ((s.group + most - 1) / most);
   s.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / s.n_units));
   s.n_strides = n_ctas / s.n_ranks;
-  s.n_quads = merged_quads(std::min(s.group, most), s.head_dim, s.n_ranks);
+  const int n_queries = std::min(s.group, most);
+  s.n_quads = is_quantised(plan.desc.kv_dtype) ? merged_head_quads(n_queries, s.head_pad, s.n_ranks) : merged_quads(n_queries, s.head_dim, s.n_ranks);
   s.ranks_inverse = inverse_of(s.n_ranks);
   s.dims_inverse = inverse_of(s.head_dim / 4);
   return s;
@@ -168,11 +169,8 @@ bool suits(const RowProgram &program) {
   return std::all_of(program.op + 1, program.op + program.n_ops, [](const RowOp &op) { return op.kind != kRowLoad; });
 }
 bool suits(const std::vector<StepPart> &parts) {
-  for (const StepPart &part : parts) {
-    if (!part.attends && !suits(part.gemv.program)) return false;
-    if (part.attends && is_quantised(part.attend.place.kv.dtype) && (&part == &parts.back() || !reads_turned(part, *(&part + 1)))) return false;
-  }
-  return (int)parts.size() >= kMinTasks;
+  return (int)parts.size() >= kMinTasks &&
+         std::all_of(parts.begin(), parts.end(), [](const StepPart &part) { return part.attends || suits(part.gemv.program); });
 }
 
 // Where in scratch memory the tasks are; written there if they are new. NULL where no more fit.

@@ -2,7 +2,7 @@
 // chunk a team of two warps; they hand the chunks' states to each other through flagged words, and merge them (step_merge.cuh).
 #pragma once
 
-#include "step_merge.cuh"
+#include "step_merge_codes.cuh"
 
 namespace tl {
 
@@ -164,7 +164,7 @@ TL_DEVICE void find_chunk(TeamChunk &c, const Unit &u, const AttentionMemory &m,
   c.inserted = own >= 0 && own < kPagesOfWarp * TL_PAGE_POSITIONS ? own / TL_PAGE_POSITIONS : -1;
   c.is_whole = keys.first <= c.first && keys.end >= c.first + kPagesOfWarp * TL_PAGE_POSITIONS;
   c.flag = state_flag(hand, chunk);
-  c.to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
+  c.to = u.states + chunk % kHeldChunks * u.chunk_bytes + lane / 4 * u.query_bytes;
 }
 
 TL_DEVICE void wait_for_pages(const Ring &ring, const TeamChunk &c) {
@@ -277,12 +277,31 @@ TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const 
 // Of codes, in step_attend_codes.cuh.
 template <class Kv>
 TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos);
-TL_DEVICE void hand_turned(const AttentionHead &h, const Handover &hand, const Quad &quad, const Total &total);
+
+// Where the span of chunks that begins here ends.
+TL_DEVICE int span_end(int begin, int end) { return min(end, (begin / kSpanChunks + 1) * kSpanChunks); }
 
 // The last chunk of one of a unit's CTAs.
 TL_DEVICE int last_chunk(const KeyChunks &chunks, int rank, int n_ranks) {
   const int first = chunks.first + rank;
   return first + (chunks.end - 1 - first) / n_ranks * n_ranks;
+}
+
+// The span of all quads that the CTA merges; the first one of a warp is known.
+TL_DEVICE void merge_quads(const StepAttention &t, const AttentionHead &a, const AttentionShape &shape, const Unit &u, const MergeShare &share,
+                           const AttentionMemory &m, const Handover &hand, const Quad &first_quad, int begin, int end, bool is_first, bool is_last) {
+#pragma unroll 1
+  for (int i = hand.warp(); i < share.n_mine; i += kWarps) {
+    const Quad quad = i < kWarps ? first_quad : quad_of(shape, u, share.first + i);
+    float *kept = m.total() + (4 * i + hand.lane() % 4) * 3;
+    Total total = {kMasked, 0.0f, 0.0f};
+    if (!is_first) total = {kept[0], kept[1], kept[2]};
+    merge_span(total, m, hand, quad, u.chunk_bytes, begin, end);
+    if (is_last)
+      hand_attention(t, a, hand, quad, total);
+    else if (hand.lane() < 4)
+      kept[0] = total.m, kept[1] = total.l, kept[2] = total.o;
+  }
 }
 
 // The CTA's part of an attention. `settle` is called when all threads are in this task.
@@ -308,7 +327,7 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
   for (int index = cta.unit; index < shape.n_units; index += shape.n_strides) {
     const bool is_first = index == cta.unit;
     const Unit u = is_first ? plan.unit : unit_of<Kv>(shape, index, cta.rank, states);
-    const MergeShare share = is_first ? plan.share : merge_share(shape, u);
+    const MergeShare share = is_first ? plan.share : merge_share<Kv>(shape, u);
     const int n_heads = u.n_queries + (owns ? 2 : 0);
     HeadWords head;
     ask_head(head, a, shape, u, hand, hand.warp(), hand.warp() < n_heads);
@@ -326,9 +345,11 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     if (!is_first) meet();  // no one reads the unit before any more
     place_heads<Kv>(t, a, shape, u, m, hand, head, page, pos % TL_PAGE_POSITIONS, n_heads);
     meet();
+    // A span is merged behind the next one's chunks: then its states are there. A CTA whose chunk takes the place of one four spans before has
+    // merged, or followed, what others wrote when they had merged that one.
 #pragma unroll 1
-    for (int begin = chunks.first; begin < chunks.end;) {
-      const int end = min(chunks.end, (begin / kSpanChunks + 1) * kSpanChunks);
+    for (int begin = chunks.first, before = begin; before < chunks.end;) {
+      const int end = span_end(begin, chunks.end);
       // A team that waits for a chunk has read the one kTeamsOfCta before: the ring holds as many, so no slot is two uses behind.
 #pragma unroll 1
       while (chunk < end) {
@@ -339,25 +360,24 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
         skip(kTeamsOfCta);
         if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
       }
-      if (share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, begin, end);
-#pragma unroll 1
-      for (int i = hand.warp(); i < share.n_mine; i += kWarps) {
-        const Quad quad = i < kWarps ? first_quad : quad_of(shape, u, share.first + i);
-        float *kept = m.total() + (4 * i + hand.lane() % 4) * 3;
-        Total total = {kMasked, 0.0f, 0.0f};
-        if (begin != chunks.first) total = {kept[0], kept[1], kept[2]};
-        merge_span(total, m, hand, quad, u.chunk_bytes, begin, end);
-        if (end == chunks.end) {
-          if constexpr (Kv::kQuantised)
-            hand_turned(a, hand, quad, total);
-          else
-            hand_attention(t, a, hand, quad, total);
-        } else if (hand.lane() < 4) {
-          kept[0] = total.m, kept[1] = total.l, kept[2] = total.o;
-        }
+      const bool has_next = end < chunks.end;
+      if (begin == chunks.first && has_next) {
+        begin = end;
+        continue;
       }
-      if (end < chunks.end) meet();  // all of the CTA have read the span: what is written next is waited for by those who have, too
+      const int before_end = span_end(before, chunks.end);
+      if (share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, before, before_end);
+      if constexpr (Kv::kQuantised)
+        merge_heads(shape, u, share, m, hand, before, before_end, before == chunks.first, before_end == chunks.end);
+      else
+        merge_quads(t, a, shape, u, share, m, hand, first_quad, before, before_end, before == chunks.first, before_end == chunks.end);
+      if (has_next) meet();  // all of the CTA have merged the span: what is written next is waited for by those who have, too
+      before = before_end;
       begin = end;
+    }
+    if (Kv::kQuantised && share.n_mine > 0) {
+      meet();
+      hand_heads(t, a, shape, u, share, m, hand);
     }
   }
   settle();

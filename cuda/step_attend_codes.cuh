@@ -1,6 +1,5 @@
 // What attention of a step (step_attend.cuh) does in its own way where K and V are codes: a page may end anywhere in its slot of the ring,
-// products with codes are exact in int32, the row's own k and v are codes too, and O goes out turned (step_turn.cuh). The numbers are those
-// of attend_codes.cuh.
+// products with codes are exact in int32, and the row's own k and v are codes too. The numbers are those of attend_codes.cuh.
 //
 // A unit has eight queries at most, and a left operand all of theirs: rows 0 to 7 their high bytes, rows 8 to 15 the low ones. One product
 // gives both, and a lane has both sums of its query.
@@ -37,22 +36,29 @@ struct PageInRing {
 // The row's own keys, or its values, of one KV head: as store_codes has them.
 template <class Page>
 TL_DEVICE void put_key_codes(const Page &page, const uint32_t *row, int lane, int head_pad, int slot) {
-  if (lane * kDimsOfLane < head_pad) page.put_word(k_code_at(slot, lane * kDimsOfLane), row[lane]);
-  if (lane == 0) page.put_half(k_scale_at(head_pad) + 2 * slot, row[32]);
+  const uint32_t codes = row[lane], scale = row[32];
+  if (lane * kDimsOfLane < head_pad) page.put_word(k_code_at(slot, lane * kDimsOfLane), codes);
+  if (lane == 0) page.put_half(k_scale_at(head_pad) + 2 * slot, scale);
 }
 template <class Kv, class Page>
 TL_DEVICE void put_value_codes(const Page &page, const uint32_t *row, int lane, int head_pad, int slot) {
-  constexpr int kRows = kStepHeadPad * Kv::kValueBits / 8, kGroupLanes = TL_KV_GROUP / kDimsOfLane;
-  const uint8_t *const bytes = (const uint8_t *)row;
+  constexpr int kRows = kStepHeadPad * Kv::kValueBits / 8 / 32, kGroupLanes = TL_KV_GROUP / kDimsOfLane;
+  const uint32_t scale = row[32 + lane];
+  uint32_t byte[kRows];
+  int dim[kRows];
 #pragma unroll
-  for (int i = lane; i < kRows; i += 32) {
-    const int dim = Kv::kValueBits == 4 ? i / 16 * 32 + i % 16 : i;
-    if (dim < head_pad) page.put_byte(i * TL_PAGE_POSITIONS + key_place(slot), bytes[dim]);
+  for (int i = 0; i < kRows; i++) {  // all are read before one is put, or each would wait for the one before
+    const int at = lane + 32 * i;
+    dim[i] = Kv::kValueBits == 4 ? at / 16 * 32 + at % 16 : at;
+    byte[i] = ((const uint8_t *)row)[dim[i]];
   }
+#pragma unroll
+  for (int i = 0; i < kRows; i++)
+    if (dim[i] < head_pad) page.put_byte((lane + 32 * i) * TL_PAGE_POSITIONS + key_place(slot), byte[i]);
   if (Kv::kValueBits == 8 ? lane == 0 : lane % kGroupLanes == 0 && lane * kDimsOfLane < head_pad) {
     const int at = (lane / kGroupLanes * TL_PAGE_POSITIONS + slot) * 2;
-    page.put_half(v_scale_at(Kv::kDtype, head_pad) + at, row[32 + lane]);
-    if (Kv::kValueBits == 4) page.put_half(v_zero_at(Kv::kDtype, head_pad) + at, row[32 + lane] >> 16);
+    page.put_half(v_scale_at(Kv::kDtype, head_pad) + at, scale);
+    if (Kv::kValueBits == 4) page.put_half(v_zero_at(Kv::kDtype, head_pad) + at, scale >> 16);
   }
 }
 
@@ -160,7 +166,8 @@ template <class Kv>
 struct ValueWords {
   static constexpr int kUnits = kStepHeadPad / Kv::kUnitDims / kWarpsOfTeam, kGroups = Kv::kValueBits == 4 ? kUnits : 1;
   uint32_t codes[kUnits][kPagesOfChunk / 2][4];  // of two pages each
-  ScaleWords scale[kGroups][kPagesOfChunk], zero[kGroups][kPagesOfChunk];
+  ScaleWords scale[kGroups][kPagesOfChunk];
+  shared_t zeros[kPagesOfChunk];  // of group w
 };
 // Those behind the head's end, which no one uses, are in the slot too.
 template <class Kv>
@@ -173,7 +180,7 @@ TL_DEVICE void read_values(ValueWords<Kv> &v, const TeamLane &me, const TeamChun
     for (int j = 0; j < kPagesOfChunk; j++) {
       const shared_t group = c.v[j] - lane * 16 + (Kv::kValueBits == 4 ? (me.w + g * kWarpsOfTeam) * kScaleBytes : 0);
       v.scale[g][j].read(group + at.value, lane);
-      if (Kv::kValueBits == 4) v.zero[g][j].read(group + at.zero, lane);
+      if (g == 0) v.zeros[j] = group + at.zero;
     }
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk / 2; j++) {  // a lane gives a row's address: page, dims, row
@@ -200,11 +207,15 @@ struct StepWeights {
 };
 template <class Kv>
 TL_DEVICE void weigh_scales(StepWeights &w, const float (&p)[kPagesOfChunk][4], const ScaleWords (&scale)[kPagesOfChunk],
-                            const ScaleWords (&zero)[kPagesOfChunk]) {
+                            const shared_t (&zeros)[kPagesOfChunk], int zeros_at, int lane) {
   float y[kPagesOfChunk][4], largest[kPagesOfChunk];
   if (Kv::kValueBits == 4) {
 #pragma unroll
-    for (int j = 0; j < kPagesOfChunk; j++) zero[j].multiply(y[j], p[j]);
+    for (int j = 0; j < kPagesOfChunk; j++) {
+      ScaleWords zero;
+      zero.read(zeros[j] + zeros_at, lane);
+      zero.multiply(y[j], p[j]);
+    }
     w.zero = sum_of_lanes(y);
   }
 #pragma unroll
@@ -247,14 +258,14 @@ TL_DEVICE void weigh_values(const TeamLane &me, const TeamChunk &c, const float 
   float o[kUnits][kHalves][4];
   StepWeights weights;
   if constexpr (Kv::kValueBits == 8) {
-    weigh_scales<Kv>(weights, p, v.scale[0], v.zero[0]);
+    weigh_scales<Kv>(weights, p, v.scale[0], v.zeros, 0, me.lane);
 #pragma unroll
     for (int u = 0; u < kUnits; u++) weigh_sixteen<Kv>(o[u][0], weights, v.codes[u]);  // those behind the head's end too: no branch between them
   } else {
 #pragma unroll
     for (int u = 0; u < kUnits; u++) {
       if ((me.w + u * kWarpsOfTeam) * Kv::kUnitDims >= me.head_pad) break;
-      weigh_scales<Kv>(weights, p, v.scale[u], v.zero[u]);
+      weigh_scales<Kv>(weights, p, v.scale[u], v.zeros, u * kWarpsOfTeam * kScaleBytes, me.lane);
 #pragma unroll
       for (int upper = 0; upper < kHalves; upper++) {
         uint32_t half[kPagesOfChunk / 2][4];
@@ -328,13 +339,6 @@ TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, c
   }
   if (c.inserted >= 0 || !c.is_whole) fence_bulk_copies();  // the slots are copied to next
   free_pages(ring, c, lane);
-}
-
-// O / l of a quad, turned as it is, to whoever turns it back. By the warp that merged it.
-TL_DEVICE void hand_turned(const AttentionHead &h, const Handover &hand, const Quad &quad, const Total &total) {
-  const int lane = hand.lane();
-  const float y = total.l != 0.0f ? total.o * (1.0f / total.l) : 0.0f, next = __shfl_sync(0xffffffffu, y, lane + 1);
-  if (lane < 4 && lane % 2 == 0) store_flagged(h.words + (quad.column + lane) * 8, two_floats(y, next), hand.flag);
 }
 
 #endif

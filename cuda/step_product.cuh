@@ -3,7 +3,7 @@
 // the first that goes out.
 #pragma once
 
-#include "step_turn.cuh"
+#include "step_row.cuh"
 #include "weights.cuh"
 
 namespace tl {
@@ -185,7 +185,7 @@ TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, i
 }
 
 // The CTA's share of a product, its weights of type W. `settle` is called when all threads are in this task.
-template <class W, bool kTurned, class Settle>
+template <class W, class Settle>
 TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepMemory &m, const Handover &hand, const Ring &ring,
                          const CtaShare &share, Items &items, const Settle &settle) {
   const int lane = hand.lane(), first_unit = hand.warp() * 2 * h.unit_panels;  // a warp finishes two
@@ -196,8 +196,6 @@ TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepM
   int begin = 0, end = min(h.round_panels, share.n_panels);
   if (h.n_ops)
     run_step_program<typename W::Op>(t, h, m, hand);
-  else if (kTurned && h.turn)
-    take_turned<typename W::Op>(t, h, m, hand);
   else
     take_operand(t, h, m, hand);
   meet();
@@ -219,8 +217,7 @@ TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepM
   }
 }
 
-// kTurned: a product of this kernel may read what attention left turned.
-template <bool kTurned, class Settle>
+template <class Settle>
 TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Handover &hand, const Ring &ring, RingPlace &base, const Settle &settle) {
   ProductHead h;
   load_at_once(h, t.head);
@@ -233,11 +230,11 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
   items.advance(hand.warp(), ring);
   base.advance(share.n_panels * h.n_items, ring.n_slots, ring.inverse);
   if (h.dtype == TL_BF16)
-    run_share<FloatWeights<Bf16>, kTurned>(t, h, m, hand, ring, share, items, settle);
+    run_share<FloatWeights<Bf16>>(t, h, m, hand, ring, share, items, settle);
   else if (h.dtype == TL_INT8)
-    run_share<Int8Weights, kTurned>(t, h, m, hand, ring, share, items, settle);
+    run_share<Int8Weights>(t, h, m, hand, ring, share, items, settle);
   else
-    run_share<FloatWeights<F16>, kTurned>(t, h, m, hand, ring, share, items, settle);
+    run_share<FloatWeights<F16>>(t, h, m, hand, ring, share, items, settle);
 }
 
 #endif

@@ -144,12 +144,6 @@ inline bool same_but_stage(StepTask a, StepTask b, int n_stages) {
   return !memcmp(&a, &b, sizeof a);
 }
 
-// Whether a part reads what the attention before it leaves turned.
-inline bool reads_turned(const StepPart &before, const StepPart &part) {
-  return before.attends && is_quantised(before.attend.place.kv.dtype) && !part.attends && !part.gemv.program.n_ops &&
-         part.gemv.source.data == before.attend.out.data;
-}
-
 struct Program {
   std::vector<StepTask> tasks;
   StepOrder order;
@@ -162,11 +156,6 @@ inline Program program_of(const std::vector<StepPart> &parts, const std::vector<
   for (const StepPart &part : parts) {
     const int n = (int)p.tasks.size();
     p.tasks.push_back(part.attends ? attention_of(part.attend, n, channels) : product_of(part.gemv, n, n_ctas, channels));
-    if (n && reads_turned(parts[n - 1], part)) {
-      ProductHead &h = p.tasks[n].product.head;
-      h.turn = parts[n - 1].attend.place.turn;
-      h.turn_scale = parts[n - 1].attend.place.turn_scale;
-    }
   }
   if (channels.full()) return {};
   p.order = {(int32_t)p.tasks.size(), 0, 1, 0, 0};

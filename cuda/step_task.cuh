@@ -11,7 +11,8 @@ constexpr int kMaxChannels = 8;
 constexpr int kKindBits = 4, kMaxStepOps = 8;  // of an operation of a row program, whose kinds are a word
 constexpr int kStepQuads = 2;           // of a thread: rows of up to 2,048 floats
 constexpr int kEarlyNorms = 2;          // of a program, whose weights are read ahead
-constexpr int kSpanChunks = 64;         // key chunks whose states a unit of attention hands over at a time; whole groups
+constexpr int kSpanChunks = 32;         // key chunks whose states a unit of attention merges at a time; whole groups
+constexpr int kHeldChunks = 4 * kSpanChunks;  // chunks whose states have a place of their own: see run_attention
 constexpr int kMaxRanks = kSpanChunks;  // CTAs of a unit: each has a chunk in a whole span
 static_assert(kSpanChunks % TL_CHUNK_GROUP == 0, "groups do not cross spans");
 
@@ -48,8 +49,6 @@ struct alignas(16) ProductHead {
   int32_t dim, n_ops, early;       // of the program: values, operations, and the one among them whose row is there early, or 0
   uint32_t kinds;                  // of the operations after the first, kKindBits each
   int32_t groups;                  // whether groups of columns have scales
-  int32_t turn;                    // of a row that attention left turned: in blocks of so many (step_turn.cuh); or 0
-  float turn_scale;
   Channel row, addend;             // the operand, or what the program loads
   uint8_t *words;                  // of the outputs, or NULL
   void *out;                       // and where else they go

@@ -102,6 +102,7 @@ Out warp_operation(int kind, In x) {
 }
 
 inline int nothing(const int *, int) { return 0; }
+inline uint32_t largest(const uint32_t *in, int) { return *std::max_element(in, in + 32); }
 inline uint32_t votes(const int *in, int) {
   uint32_t bits = 0;
   for (int i = 0; i < 32; i++) bits |= (uint32_t)(in[i] != 0) << i;
@@ -279,6 +280,7 @@ inline uint32_t subtract_bf16(uint32_t a, uint32_t b) {
 }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : fminf(a, b); }
+inline uint32_t warp_maximum(uint32_t x) { return emulator::warp_operation<uint32_t, uint32_t, emulator::largest>(12, x); }
 inline int nearest(float x) { return x == x ? (int)rintf(x) : 0; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
