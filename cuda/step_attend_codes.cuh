@@ -161,32 +161,31 @@ TL_DEVICE void score_codes(float (&s)[kPagesOfWarp][4], const TeamLane &me, cons
   }
 }
 
-// What a warp reads of a chunk's values: its share of their rows of bytes, unit w and every second one from there, with scales and zeros.
+// What a warp reads of a chunk's values: its share of their rows of bytes, unit w and every second one from there. Of int4 each unit has scales
+// and zeros of its own, of which the first one's scales are read here.
 template <class Kv>
 struct ValueWords {
-  static constexpr int kUnits = kStepHeadPad / Kv::kUnitDims / kWarpsOfTeam, kGroups = Kv::kValueBits == 4 ? kUnits : 1;
+  static constexpr int kUnits = kStepHeadPad / Kv::kUnitDims / kWarpsOfTeam;
   uint32_t codes[kUnits][kPagesOfChunk / 2][4];  // of two pages each
-  ScaleWords scale[kGroups][kPagesOfChunk];
-  shared_t zeros[kPagesOfChunk];  // of group w
+  ScaleWords scale[kPagesOfChunk];
+  shared_t scale_at[kPagesOfChunk];  // where they were
+  TL_DEVICE_MEMBER void read_scales(int unit, int lane) {
+#pragma unroll
+    for (int j = 0; j < kPagesOfChunk; j++) scale[j].read(scale_at[j] + unit * kWarpsOfTeam * kScaleBytes, lane);
+  }
 };
-// Those behind the head's end, which no one uses, are in the slot too.
+// Codes behind the head's end, which no one uses, are in the slot too.
 template <class Kv>
 TL_DEVICE void read_values(ValueWords<Kv> &v, const TeamLane &me, const TeamChunk &c, const ScalePlaces &at) {
-  using Words = ValueWords<Kv>;
   const int lane = me.lane;
 #pragma unroll
-  for (int g = 0; g < Words::kGroups; g++)
-#pragma unroll
-    for (int j = 0; j < kPagesOfChunk; j++) {
-      const shared_t group = c.v[j] - lane * 16 + (Kv::kValueBits == 4 ? (me.w + g * kWarpsOfTeam) * kScaleBytes : 0);
-      v.scale[g][j].read(group + at.value, lane);
-      if (g == 0) v.zeros[j] = group + at.zero;
-    }
+  for (int j = 0; j < kPagesOfChunk; j++) v.scale_at[j] = c.v[j] - lane * 16 + at.value + (Kv::kValueBits == 4 ? me.w * kScaleBytes : 0);
+  v.read_scales(0, lane);
 #pragma unroll
   for (int j = 0; j < kPagesOfChunk / 2; j++) {  // a lane gives a row's address: page, dims, row
     const shared_t row = (lane & 8 ? c.v[2 * j + 1] : c.v[2 * j]) - lane * 16 + lane / 16 * 128 + lane % 8 * 16 + me.w * 256;
 #pragma unroll
-    for (int u = 0; u < Words::kUnits; u++) ldmatrix4(v.codes[u][j], row + u * kWarpsOfTeam * 256);
+    for (int u = 0; u < ValueWords<Kv>::kUnits; u++) ldmatrix4(v.codes[u][j], row + u * kWarpsOfTeam * 256);
   }
 }
 
@@ -207,13 +206,13 @@ struct StepWeights {
 };
 template <class Kv>
 TL_DEVICE void weigh_scales(StepWeights &w, const float (&p)[kPagesOfChunk][4], const ScaleWords (&scale)[kPagesOfChunk],
-                            const shared_t (&zeros)[kPagesOfChunk], int zeros_at, int lane) {
+                            const shared_t (&scale_at)[kPagesOfChunk], int zeros, int lane) {
   float y[kPagesOfChunk][4], largest[kPagesOfChunk];
   if (Kv::kValueBits == 4) {
 #pragma unroll
     for (int j = 0; j < kPagesOfChunk; j++) {
       ScaleWords zero;
-      zero.read(zeros[j] + zeros_at, lane);
+      zero.read(scale_at[j] + zeros, lane);
       zero.multiply(y[j], p[j]);
     }
     w.zero = sum_of_lanes(y);
@@ -253,39 +252,42 @@ TL_DEVICE void weigh_sixteen(float (&o)[4], const StepWeights &w, const uint32_t
 
 // P V of the warp's share, to whoever merges it.
 template <class Kv>
-TL_DEVICE void weigh_values(const TeamLane &me, const TeamChunk &c, const float (&p)[kPagesOfChunk][4], const ValueWords<Kv> &v) {
-  constexpr int kUnits = ValueWords<Kv>::kUnits, kHalves = Kv::kUnitDims / 16;
-  float o[kUnits][kHalves][4];
+TL_DEVICE void weigh_values(const TeamLane &me, const TeamChunk &c, const float (&p)[kPagesOfChunk][4], ValueWords<Kv> &v, const ScalePlaces &at) {
+  constexpr int kUnits = ValueWords<Kv>::kUnits;
+  float o[kUnits][4];
   StepWeights weights;
+  const auto leave = [&](int block, const float (&o)[4]) {
+    uint8_t *const word = c.to + (1 + block * 8 + me.lane % 4) * 16;
+    if (block * 16 >= me.head_pad) return;
+    store_flagged(word, two_floats(o[0], o[1]), c.flag);
+    store_flagged(word + 64, two_floats(o[2], o[3]), c.flag);
+  };
   if constexpr (Kv::kValueBits == 8) {
-    weigh_scales<Kv>(weights, p, v.scale[0], v.zeros, 0, me.lane);
+    weigh_scales<Kv>(weights, p, v.scale, v.scale_at, 0, me.lane);
 #pragma unroll
-    for (int u = 0; u < kUnits; u++) weigh_sixteen<Kv>(o[u][0], weights, v.codes[u]);  // those behind the head's end too: no branch between them
+    for (int u = 0; u < kUnits; u++) weigh_sixteen<Kv>(o[u], weights, v.codes[u]);  // those behind the head's end too: no branch between them
+    if (!me.exists[0]) return;
+#pragma unroll
+    for (int u = 0; u < kUnits; u++) leave(me.w + u * kWarpsOfTeam, o[u]);
   } else {
 #pragma unroll
     for (int u = 0; u < kUnits; u++) {
-      if ((me.w + u * kWarpsOfTeam) * Kv::kUnitDims >= me.head_pad) break;
-      weigh_scales<Kv>(weights, p, v.scale[u], v.zeros, u * kWarpsOfTeam * kScaleBytes, me.lane);
+      const int unit = me.w + u * kWarpsOfTeam;
+      if (unit * Kv::kUnitDims >= me.head_pad) break;
+      if (u) v.read_scales(u, me.lane);
+      weigh_scales<Kv>(weights, p, v.scale, v.scale_at, at.zero - at.value + u * kWarpsOfTeam * kScaleBytes, me.lane);
 #pragma unroll
-      for (int upper = 0; upper < kHalves; upper++) {
+      for (int upper = 0; upper < 2; upper++) {
         uint32_t half[kPagesOfChunk / 2][4];
 #pragma unroll
         for (int i = 0; i < kPagesOfChunk * 2; i++) half[i / 4][i % 4] = v.codes[u][i / 4][i % 4] >> 4 * upper & 0x0f0f0f0fu;
-        weigh_sixteen<Kv>(o[u][upper], weights, half);
+        weigh_sixteen<Kv>(o[upper], weights, half);
       }
+      if (!me.exists[0]) continue;
+      leave(2 * unit, o[0]);
+      leave(2 * unit + 1, o[1]);
     }
   }
-  if (!me.exists[0]) return;
-#pragma unroll
-  for (int u = 0; u < kUnits; u++)
-#pragma unroll
-    for (int upper = 0; upper < kHalves; upper++) {
-      const int block = (me.w + u * kWarpsOfTeam) * kHalves + upper;
-      if (block * 16 >= me.head_pad) break;
-      uint8_t *const word = c.to + (1 + block * 8 + me.lane % 4) * 16;
-      store_flagged(word, two_floats(o[u][upper][0], o[u][upper][1]), c.flag);
-      store_flagged(word + 64, two_floats(o[u][upper][2], o[u][upper][3]), c.flag);
-    }
 }
 
 // attend_chunk of codes.
@@ -332,7 +334,7 @@ TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, c
     const uint4 four = me.p[j * 32];
     p[j][0] = bits_float(four.x), p[j][1] = bits_float(four.y), p[j][2] = bits_float(four.z), p[j][3] = bits_float(four.w);
   }
-  weigh_values<Kv>(me, c, p, words);
+  weigh_values<Kv>(me, c, p, words, at);
   if (w) {
     const float l = sum_of_lanes(p);
     if (me.exists[0] && lane % 4 == 0) store_flagged(c.to, two_floats(top, l), c.flag);
