@@ -197,6 +197,20 @@ TL_DEVICE void barrier_wait(shared_t barrier, int parity) {
       "r"(parity)
       : "memory");
 }
+// Whether that wait would end at once.
+TL_DEVICE bool barrier_is_past(shared_t barrier, int parity) {
+  uint32_t is;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(is)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return is;
+}
 TL_DEVICE uint64_t keep_policy() {
   uint64_t p;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(p));

@@ -46,6 +46,11 @@ struct Ring {
     barrier_wait(full + at.slot * 8, at.parity);
     return address(at);
   }
+  // Whether that would not wait, asked in the same order.
+  TL_DEVICE_MEMBER bool is_there(const RingPlace &at) const {
+    const bool emptied = barrier_is_past(empty + at.slot * 8, at.parity ^ 1), filled = barrier_is_past(full + at.slot * 8, at.parity);
+    return emptied & filled;
+  }
   // By one lane, n times for each slot in all: its warp has read the slot.
   TL_DEVICE_MEMBER void free(const RingPlace &at, int n) const { barrier_arrive(empty + at.slot * 8, n); }
 };

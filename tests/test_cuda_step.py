@@ -54,6 +54,24 @@ def test_a_step_as_one_kernel_sums_whole_chunks_and_what_is_left(dtype, group_si
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kv_mode", ["fp16", "int8", "int4"])
+def test_a_step_as_one_kernel_has_the_same_bits_behind_long_contexts(kv_mode, tmp_path, monkeypatch):
+    """States of key chunks are merged in spans of 32, 2,048 tokens, and their places are used again behind four of them."""
+    if emulated_cuda.installed():
+        pytest.skip("thousands of tokens take the emulator minutes")
+    config = small(dim=64, ffn_dim=64, n_heads=6, n_kv_heads=2, head_dim=48, n_core=2, default_loops=2, trained_loops=2)
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    prompt, found = random_tokens(config, 20000), []
+    for steps in ("0", "1"):
+        monkeypatch.setenv("TINYLOOP_CUDA_STEP", steps)
+        with tl.Model(tmp_path / "m.tinyloop", 20100, device="cuda", kv_mode=kv_mode) as model:
+            found.append([])
+            for n, window in ((2000, 0), (4090, 0), (6200, 0), (20000, 0), (20000, 9000)):
+                with model.generate_stream(prompt[:n], 70, temperature=0.0, stop_tokens=(), cache_window=window, logprobs=3) as stream:
+                    found[-1].append([(token, stream.logprobs) for token in stream])
+    assert found[0] == found[1]
+
+
 def test_rows_share_the_tasks_of_a_step_as_one_kernel(emulated, tmp_path, monkeypatch):
     """Tasks are kept for a kind of step, not for each of the rows that take turns at it: memory for them does not run out."""
     monkeypatch.setenv("TINYLOOP_CUDA_STEP", "1")
