@@ -349,8 +349,11 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     if (!is_first) meet();  // no one reads the unit before any more
     place_heads<Kv>(t, a, shape, u, m, hand, head, page, pos % TL_PAGE_POSITIONS, n_heads);
     meet();
-    // A span is merged behind the next one's chunks: then its states are there. A CTA whose chunk takes the place of one four spans before has
-    // merged, or followed, what others wrote when they had merged that one.
+    // A span is merged behind the next one's chunks: then its states are there. Where there are more chunks than places for states, a CTA whose
+    // chunk of span n takes a place of span n - 8 must not be ahead of those who merge that one. Its threads meet behind every second span, so
+    // that all of the CTA have merged, or followed, span n - 3; who left that one had likewise merged span n - 6.
+    const bool places_again = chunks.end > chunks.first / kSpanChunks * kSpanChunks + kHeldChunks;
+    static_assert(kHeldChunks == 8 * kSpanChunks, "see above");
 #pragma unroll 1
     for (int begin = chunks.first, before = begin; before < chunks.end;) {
       const int end = span_end(begin, chunks.end);
@@ -364,18 +367,18 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
         skip(kTeamsOfCta);
         if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
       }
-      const bool has_next = end < chunks.end;
+      const bool has_next = end < chunks.end, meets = places_again && has_next && begin / kSpanChunks % 2;
       if (begin == chunks.first && has_next) {
         begin = end;
         continue;
       }
       const int before_end = span_end(before, chunks.end);
-      if (share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, before, before_end);
+      if (meets && share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, before, before_end);
       if constexpr (Kv::kQuantised)
         merge_heads(shape, u, share, m, hand, before, before_end, before == chunks.first, before_end == chunks.end);
       else
         merge_quads(t, a, shape, u, share, m, hand, first_quad, before, before_end, before == chunks.first, before_end == chunks.end);
-      if (has_next) meet();  // all of the CTA have merged the span: what is written next is waited for by those who have, too
+      if (meets) meet();
       before = before_end;
       begin = end;
     }

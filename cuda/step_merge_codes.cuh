@@ -39,11 +39,11 @@ TL_DEVICE void merge_head_span(HeadTotal &total, const AttentionMemory &m, const
   const int n = max(min(end - first - quarter * kQuarter, kQuarter) - skipped, 0);
   float4 *const state = m.state();
   uint64_t ml[1], data[kQuarter];
-  Flagged own_word[1], words[kQuarter];
+  Flagged own_word[1];
   const auto ml_at = [&](int) { return span + (int64_t)lane * chunk_bytes; };
   const auto word_at = [&](int i) { return span + (int64_t)(place + i) * chunk_bytes + (1 + word) * 16; };
   ask_words(own_word, alive, ml_at);
-  ask_words(words, n, word_at);
+  await_words(data, n, flag, word_at);
   await_words(ml, own_word, alive, flag, ml_at);
   const float own = alive ? low_float(ml[0]) : kMasked;
   float top = own;
@@ -55,7 +55,6 @@ TL_DEVICE void merge_head_span(HeadTotal &total, const AttentionMemory &m, const
   const float left = __shfl_up_sync(0xffffffffu, top, 1, kGroup);
   const MergeFactors own_factors = merge_factors(lane % kGroup ? left : kMasked, own);
   state[lane] = make_float4(alive ? high_float(ml[0]) : 0.0f, own_factors.earlier, own_factors.later, 0.0f);
-  await_words(data, words, n, flag, word_at);
   __syncwarp();
   float l = 0.0f, o[2] = {0.0f, 0.0f};
 #pragma unroll

@@ -12,7 +12,7 @@ constexpr int kKindBits = 4, kMaxStepOps = 8;  // of an operation of a row progr
 constexpr int kStepQuads = 2;           // of a thread: rows of up to 2,048 floats
 constexpr int kEarlyNorms = 2;          // of a program, whose weights are read ahead
 constexpr int kSpanChunks = 32;         // key chunks whose states a unit of attention merges at a time; whole groups
-constexpr int kHeldChunks = 4 * kSpanChunks;  // chunks whose states have a place of their own: see run_attention
+constexpr int kHeldChunks = 8 * kSpanChunks;  // chunks whose states have a place of their own: see run_attention
 constexpr int kMaxRanks = kSpanChunks;  // CTAs of a unit: each has a chunk in a whole span
 static_assert(kSpanChunks % TL_CHUNK_GROUP == 0, "groups do not cross spans");
 
