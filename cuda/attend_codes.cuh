@@ -104,10 +104,9 @@ TL_DEVICE void weigh_group(WeightOperands &w, const PageScores (&p)[kPagesOfChun
     w.scale[h] = s.scale;
 #pragma unroll
     for (int j = 0; j < kPagesOfChunk; j++) {
-      const int a = operand_of(y[j][0][2 * h], s), b = operand_of(y[j][0][2 * h + 1], s);
-      const int c = operand_of(y[j][1][2 * h], s), d = operand_of(y[j][1][2 * h + 1], s);
-      w.high[j / 2][j % 2 * 2 + h] = high_bytes(a, b, c, d);
-      w.low[j / 2][j % 2 * 2 + h] = low_bytes(a, b, c, d);
+      const FourOperands o = four_operands(y[j][0][2 * h], y[j][0][2 * h + 1], y[j][1][2 * h], y[j][1][2 * h + 1], s);
+      w.high[j / 2][j % 2 * 2 + h] = o.high;
+      w.low[j / 2][j % 2 * 2 + h] = o.low;
     }
   }
 }

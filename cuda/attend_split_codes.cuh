@@ -7,12 +7,12 @@
 namespace tl {
 
 // This lane's dims of a query's codes, into the tile.
-TL_DEVICE void put_query(const Split &s, int i, const QueryCodes &q, int head_pad) {
+TL_DEVICE void put_query(const Split &s, int i, const QueryCodes<8> &q, int head_pad) {
   const int pad = code_pad(head_pad), dim = lane_id() * 8;
   if (dim < pad) {
     uint8_t *to = s.q + k_code_at(i, dim);
-    *(uint2 *)to = q.high;
-    *(uint2 *)(to + kTileQueries * pad) = q.low;
+    *(uint2 *)to = make_uint2(q.high[0], q.high[1]);
+    *(uint2 *)(to + kTileQueries * pad) = make_uint2(q.low[0], q.low[1]);
   }
   if (dim == 0) s.q_scale[i] = q.scale;
 }
@@ -35,10 +35,10 @@ TL_DEVICE void fetch_query_codes(const AttendArgs &a, const Split &s, int n_quer
 template <class Kv>
 TL_DEVICE void place_codes(const PlaceArgs &p, const Split &s, const float *v, int i, int part, uint8_t *page, int slot, bool stores) {
   float x[8];
-  load_dims(x, v, p.kv.head_pad);
-  turn_head(x, p.turn, p.turn_scale);
+  load_dims(x, v, p.kv.head_pad, lane_id());
+  turn_head(x, p.turn, p.turn_scale, lane_id());
   if (part < 0) return put_query(s, i, query_codes(x), p.kv.head_pad);
-  const uint4 codes = !part || Kv::kValueBits == 8 ? codes_int8(x) : codes_int4(x, p.head_dim);
+  const uint4 codes = kept_codes(!part || Kv::kValueBits == 8 ? codes_int8(x) : codes_int4(x, p.head_dim, lane_id()));
   if (lane_id() * 8 >= p.kv.head_pad) return;
   (part ? s.new_v : s.new_k)[lane_id()] = codes;
   if (stores) store_codes<Kv>(page, p.kv.head_pad, slot, codes, part);
@@ -77,7 +77,7 @@ TL_DEVICE void store_turned(const AttendArgs &a, const Split &s, const Run &run,
     s.total_o[i] = l != 0.0f ? s.total_o[i] * (1.0f / l) : 0.0f;
   }
   cluster_sync();
-  const int dim = lane_id() * 8;
+  const int lane = lane_id(), dim = lane * 8;
 #pragma unroll 1
   for (int q = run.begin + warp_id() * cluster_size() + cluster_rank(); q < run.end; q += kWarps * cluster_size()) {
     const Query query = s.query[q];
@@ -89,7 +89,7 @@ TL_DEVICE void store_turned(const AttendArgs &a, const Split &s, const Run &run,
       const float4 four = dim < head_pad ? *(const float4 *)of_cluster_rank(s.total_o + at % slice, at / slice) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
-    turn_head(x, a.place.turn, a.place.turn_scale);
+    turn_head(x, a.place.turn, a.place.turn_scale, lane);
 #pragma unroll
     for (int i = 0; i < 8; i += 2)
       if (dim + i < head_dim) store_operand_pair(a.out, query.row, query.head * head_dim + dim + i, x[i], x[i + 1]);

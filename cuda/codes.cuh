@@ -1,5 +1,5 @@
 // Heads as codes (docs/kv-modes.md): the turn, what int8 and int4 store of K and V, and the 16-bit operands that meet codes. A warp has
-// a head: lane i its dims 8 i to 8 i + 7. What is exact or rounded once is so wherever it is computed, in float32.
+// a head: lane i its kDims dims from kDims i on, 8 or 4. What is exact or rounded once is so wherever it is computed, in float32.
 #pragma once
 
 #include "math.cuh"
@@ -17,42 +17,43 @@ struct Codes {
   static constexpr int kUnitDims = kBits == 8 ? 16 : TL_KV_GROUP;  // of V, whose bytes lie together
 };
 
-TL_DEVICE float warp_largest(float x) {
-  for (int w = 16; w; w /= 2) x = max_nan(x, __shfl_xor_sync(0xffffffffu, x, w));
-  return x;
-}
+// Of floats that are not negative, whose bits are in their order; no number is above all.
+TL_DEVICE float warp_largest(float x) { return bits_float(warp_maximum(float_bits(x))); }
 
 // The lane's dims of a head in shared memory, zeros behind its end.
-TL_DEVICE void load_dims(float (&x)[8], const float *head, int head_pad) {
-  const int dim = lane_id() * 8;
+template <int kDims>
+TL_DEVICE void load_dims(float (&x)[kDims], const float *head, int head_pad, int lane) {
+  const int dim = lane * kDims;
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = dim < head_pad ? head[dim + i] : 0.0f;
+  for (int i = 0; i < kDims; i += 4) {
+    const float4 four = dim < head_pad ? *(const float4 *)(head + dim + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+  }
 }
 
 // The head times the Hadamard matrix over sqrt(block), in blocks of so many dims: stages of sums and differences, then one product.
-TL_DEVICE void turn_head(float (&x)[8], int block, float scale) {
+template <int kDims>
+TL_DEVICE void turn_head(float (&x)[kDims], int block, float scale, int lane) {
 #pragma unroll
-  for (int half = 1; half < 8; half *= 2) {
+  for (int half = 1; half < kDims; half *= 2) {
     if (half >= block) break;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < kDims; i++) {
       if (i & half) continue;
       const float a = x[i], b = x[i + half];
       x[i] = a + b;
       x[i + half] = a - b;
     }
   }
-#pragma unroll 1
-  for (int half = 8; half < block; half *= 2) {
-    const bool upper = lane_id() & half / 8;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float other = __shfl_xor_sync(0xffffffffu, x[i], half / 8);
-      x[i] = upper ? other - x[i] : x[i] + other;
-    }
+  for (int half = kDims; half < 32 * kDims; half *= 2) {
+    if (half >= block) break;
+    const float sign = lane & half / kDims ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kDims; i++) x[i] = fmaf(x[i], sign, __shfl_xor_sync(0xffffffffu, x[i], half / kDims));
   }
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = x[i] * scale;
+  for (int i = 0; i < kDims; i++) x[i] = x[i] * scale;
 }
 
 // ---- operands: values are 16-bit integers times a scale
@@ -61,60 +62,95 @@ struct OperandScale {
   float scale, inverse;
 };
 // Of values whose largest magnitude is `top`; too small a one makes all operands 0, a NaN or an infinity the scale no number.
-TL_DEVICE OperandScale operand_scale(float top) { return {top * (1.0f / kOperandMax), top >= kLeastScale ? (float)kOperandMax / top : 0.0f}; }
-TL_DEVICE int operand_of(float x, OperandScale s) { return nearest(x * s.inverse); }
+TL_DEVICE OperandScale operand_scale(float top) {
+  return {top * (1.0f / kOperandMax) + top * 0.0f, top >= kLeastScale ? (float)kOperandMax / top : 0.0f};
+}
 
 TL_DEVICE uint32_t pack_bytes(int a, int b, int c, int d) {
   return (uint32_t)(a & 255) | (uint32_t)(b & 255) << 8 | (uint32_t)(c & 255) << 16 | (uint32_t)(d & 255) << 24;
 }
-// An operand is 256 times its high byte and its low byte, both signed.
-TL_DEVICE uint32_t low_bytes(int a, int b, int c, int d) { return pack_bytes(a, b, c, d); }
-TL_DEVICE uint32_t high_bytes(int a, int b, int c, int d) { return pack_bytes((a + 128) >> 8, (b + 128) >> 8, (c + 128) >> 8, (d + 128) >> 8); }
+
+// Four operands: 256 times the high byte and the low byte, both signed.
+struct FourOperands {
+  uint32_t high, low;
+};
+// The nearest integers, ties to even: what a float at 1.5 2^23 rounds to. With 128 more the second byte is the high one, and the first one
+// the low one but for its highest bit. Of what is no number any: its scale is none.
+TL_DEVICE FourOperands four_operands(float a, float b, float c, float d, OperandScale s) {
+  constexpr float kOnes = 12582912.0f + 128.0f;
+  const uint32_t o[4] = {float_bits(a * s.inverse + kOnes), float_bits(b * s.inverse + kOnes), float_bits(c * s.inverse + kOnes),
+                         float_bits(d * s.inverse + kOnes)};
+  return {select_bytes(select_bytes(o[0], o[1], 0x51), select_bytes(o[2], o[3], 0x51), 0x5410),
+          select_bytes(select_bytes(o[0], o[1], 0x40), select_bytes(o[2], o[3], 0x40), 0x5410) ^ 0x80808080u};
+}
+
+// The largest magnitude of a head.
+template <int kDims>
+TL_DEVICE float largest_of_head(const float (&x)[kDims]) {
+  float top = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kDims; i++) top = max_nan(top, fabsf(x[i]));
+  return warp_largest(top);
+}
 
 // The lane's dims of a turned head of q as operands.
+template <int kDims>
 struct QueryCodes {
-  uint2 high, low;
+  uint32_t high[kDims / 4], low[kDims / 4];
   float scale;
 };
 
-TL_DEVICE QueryCodes query_codes(const float (&x)[8]) {
-  float top = 0.0f;
+template <int kDims>
+TL_DEVICE QueryCodes<kDims> query_codes(const float (&x)[kDims]) {
+  const OperandScale s = operand_scale(largest_of_head(x));
+  QueryCodes<kDims> q;
 #pragma unroll
-  for (int i = 0; i < 8; i++) top = max_nan(top, fabsf(x[i]));
-  const OperandScale s = operand_scale(warp_largest(top));
-  int o[8];
-#pragma unroll
-  for (int i = 0; i < 8; i++) o[i] = operand_of(x[i], s);
-  return {make_uint2(high_bytes(o[0], o[1], o[2], o[3]), high_bytes(o[4], o[5], o[6], o[7])),
-          make_uint2(low_bytes(o[0], o[1], o[2], o[3]), low_bytes(o[4], o[5], o[6], o[7])), s.scale};
+  for (int i = 0; i < kDims / 4; i++) {
+    const FourOperands o = four_operands(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3], s);
+    q.high[i] = o.high;
+    q.low[i] = o.low;
+  }
+  q.scale = s.scale;
+  return q;
 }
 
-// ---- codes: the lane's eight as bytes in x and y, the bfloat16 scale, and a zero above it, in z
+// ---- codes: of the lane's dims, four bytes a word, and the bfloat16 scale, above it a zero
+
+template <int kDims>
+struct HeadCodes {
+  uint32_t byte[kDims / 4], scale;
+};
 
 TL_DEVICE float code_inverse(float scale) { return scale >= kLeastScale ? 1.0f / scale : 0.0f; }
 
-TL_DEVICE uint4 codes_int8(const float (&x)[8]) {
-  float top = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; i++) top = max_nan(top, fabsf(x[i]));
-  top = warp_largest(top);
+template <int kDims>
+TL_DEVICE HeadCodes<kDims> codes_int8(const float (&x)[kDims]) {
+  const float top = largest_of_head(x);
   const uint32_t scale = Bf16::pack(top * (1.0f / 127.0f) + top * 0.0f, 0.0f);  // an infinity gives NaN too
   const float inverse = code_inverse(Bf16::unpack(scale).x);
-  int c[8];
+  HeadCodes<kDims> codes;
 #pragma unroll
-  for (int i = 0; i < 8; i++) c[i] = nearest(fminf(127.0f, fmaxf(-127.0f, x[i] * inverse)));
-  return make_uint4(pack_bytes(c[0], c[1], c[2], c[3]), pack_bytes(c[4], c[5], c[6], c[7]), scale, 0);
+  for (int i = 0; i < kDims / 4; i++) {
+    int c[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) c[j] = nearest(fminf(127.0f, fmaxf(-127.0f, x[4 * i + j] * inverse)));
+    codes.byte[i] = pack_bytes(c[0], c[1], c[2], c[3]);
+  }
+  codes.scale = scale;
+  return codes;
 }
 
-// A group is the dims of four lanes. The codes of a group's first half have those of its second half above them.
-TL_DEVICE uint4 codes_int4(const float (&x)[8], int head_dim) {
-  const int n = head_dim - lane_id() * 8;
+// A group is the dims of some lanes. The codes of a group's first half have those of its second half above them.
+template <int kDims>
+TL_DEVICE HeadCodes<kDims> codes_int4(const float (&x)[kDims], int head_dim, int lane) {
+  constexpr int kLanes = TL_KV_GROUP / kDims;
+  const int n = head_dim - lane * kDims;
   float low = bits_float(0x7f800000u), high = bits_float(0xff800000u);
 #pragma unroll
-  for (int i = 0; i < 8; i++)
+  for (int i = 0; i < kDims; i++)
     if (i < n) low = min_nan(low, x[i]), high = max_nan(high, x[i]);
 #pragma unroll
-  for (int w = 1; w < 4; w *= 2) {
+  for (int w = 1; w < kLanes; w *= 2) {
     low = min_nan(low, __shfl_xor_sync(0xffffffffu, low, w));
     high = max_nan(high, __shfl_xor_sync(0xffffffffu, high, w));
   }
@@ -122,13 +158,21 @@ TL_DEVICE uint4 codes_int4(const float (&x)[8], int head_dim) {
   const float z = Bf16::unpack(zero).x;
   const uint32_t scale = Bf16::pack((high - z) * (1.0f / 15.0f) + (low * 0.0f + high * 0.0f), 0.0f);
   const float inverse = code_inverse(Bf16::unpack(scale).x);
-  int c[8];
+  HeadCodes<kDims> codes;
 #pragma unroll
-  for (int i = 0; i < 8; i++) c[i] = i < n ? nearest(fminf(15.0f, fmaxf(0.0f, (x[i] - z) * inverse))) : 0;
-  const uint32_t first = pack_bytes(c[0], c[1], c[2], c[3]), second = pack_bytes(c[4], c[5], c[6], c[7]);
-  return make_uint4(first | __shfl_xor_sync(0xffffffffu, first, 2) << 4, second | __shfl_xor_sync(0xffffffffu, second, 2) << 4, scale | zero << 16,
-                    0);
+  for (int i = 0; i < kDims / 4; i++) {
+    int c[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) c[j] = 4 * i + j < n ? nearest(fminf(15.0f, fmaxf(0.0f, (x[4 * i + j] - z) * inverse))) : 0;
+    const uint32_t four = pack_bytes(c[0], c[1], c[2], c[3]);
+    codes.byte[i] = four | __shfl_xor_sync(0xffffffffu, four, kLanes / 2) << 4;
+  }
+  codes.scale = scale | zero << 16;
+  return codes;
 }
+
+// What a lane keeps of a row's codes: eight bytes, then the scale.
+TL_DEVICE uint4 kept_codes(const HeadCodes<8> &codes) { return make_uint4(codes.byte[0], codes.byte[1], codes.scale, 0); }
 
 TL_DEVICE void store_key_codes(uint8_t *keys, int head_pad, int slot, uint4 codes) {
   *(uint2 *)(keys + k_code_at(slot, lane_id() * 8)) = make_uint2(codes.x, codes.y);

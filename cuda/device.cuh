@@ -117,6 +117,8 @@ TL_DEVICE float min_nan(float a, float b) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
+// The largest of a warp's, for all its lanes.
+TL_DEVICE uint32_t warp_maximum(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
 // The nearest integer, ties to even; of a NaN any.
 TL_DEVICE int nearest(float x) { return __float2int_rn(x); }
 
@@ -139,6 +141,11 @@ TL_DEVICE void copy16_async(shared_t to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 TL_DEVICE void copy16_async(void *to, const void *from) { copy16_async(shared_of(to), from); }
+TL_DEVICE uint32_t load_shared4(shared_t p) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
 TL_DEVICE uint2 load_shared8(shared_t p) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
@@ -149,6 +156,8 @@ TL_DEVICE uint4 load_shared16(shared_t p) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
+TL_DEVICE void store_shared1(shared_t p, uint32_t v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
+TL_DEVICE void store_shared2(shared_t p, uint32_t v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(p), "h"((uint16_t)v) : "memory"); }
 TL_DEVICE void store_shared4(shared_t p, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
 TL_DEVICE void store_shared8(shared_t p, float2 v) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(p), "f"(v.x), "f"(v.y) : "memory"); }
 TL_DEVICE void store_shared16(shared_t p, uint4 v) {

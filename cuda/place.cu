@@ -31,17 +31,17 @@ template <class Kv>
 TL_DEVICE void hand_codes(const PlaceArgs &a, int row, int head, const float *v, int page, int slot) {
   const int n_qk = a.n_heads + a.n_kv_heads, head_pad = a.kv.head_pad, pad = code_pad(head_pad), dim = lane_id() * 8;
   float x[8];
-  load_dims(x, v, head_pad);
-  turn_head(x, a.turn, a.turn_scale);
+  load_dims(x, v, head_pad, lane_id());
+  turn_head(x, a.turn, a.turn_scale, lane_id());
   if (head < a.n_heads) {
-    const QueryCodes q = query_codes(x);
+    const QueryCodes<8> q = query_codes(x);
     uint8_t *to = (uint8_t *)a.q + ((int64_t)row * a.n_heads + head) * query_nbytes(Kv::kDtype, head_pad);
-    if (dim < pad) *(uint2 *)(to + dim) = q.high, *(uint2 *)(to + pad + dim) = q.low;
+    if (dim < pad) *(uint2 *)(to + dim) = make_uint2(q.high[0], q.high[1]), *(uint2 *)(to + pad + dim) = make_uint2(q.low[0], q.low[1]);
     if (dim == 0) *(float *)(to + 2 * pad) = q.scale;
     return;
   }
   const bool is_key = head < n_qk;
-  const uint4 codes = is_key || Kv::kValueBits == 8 ? codes_int8(x) : codes_int4(x, a.head_dim);
+  const uint4 codes = kept_codes(is_key || Kv::kValueBits == 8 ? codes_int8(x) : codes_int4(x, a.head_dim, lane_id()));
   if (page < 0 || dim >= head_pad) return;
   store_codes<Kv>(is_key ? k_of(a.kv, page, head - a.n_heads) : v_of(a.kv, page, head - n_qk), head_pad, slot, codes, !is_key);
 }

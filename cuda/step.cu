@@ -20,7 +20,7 @@
 #include <utility>
 
 #include "host.h"
-#include "step_attend.cuh"
+#include "step_attend_codes.cuh"
 #include "step_program.h"
 
 namespace tl {
@@ -31,14 +31,15 @@ constexpr int kMinSlots = kTeamsOfCta * kPagesOfChunk, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;  // fewer do not pay
 // Slots that a CTA asks for before they are there. More would not make memory faster, but the words that CTAs wait for would queue behind them.
 constexpr int kInFlight = 5, kInFlightInt8 = 4;
+constexpr int kMaxInFlight = 12;  // as many bytes of small pages; fewer than there are slots
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
-static_assert(kMinSlots >= kWarps, "see Ring");
+static_assert(kMinSlots >= kWarps && kMinSlots > kMaxInFlight, "see Ring");
 
 struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots, in_flight;
+  int32_t n_slots, in_flight, more_pages;  // more_pages: in flight, than of weights
   uint32_t slots_inverse;
   AttentionShape shape;
   int32_t n_angles;  // cosines and sines of the row's position, where attention has them in shared memory
@@ -68,7 +69,8 @@ TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing 
     if (!t.attends)
       request_weights(requests, t.product);
     else
-      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.head.window), table_of(a, tables, t.attention, round));
+      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.head.window), table_of(a, tables, t.attention, round),
+                    a.more_pages);
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
     held.request(n + kTasksAhead, a.tasks + asked);
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     held.init();
     barrier_init_done();
     *step = atomicAdd(a.counter, 1ull) / gridDim.x + 1;  // the same for all CTAs: no step begins before the one before has ended
-    *(AttentionPlan *)attention.plan() = plan_attention(a.shape, cta.unit, cta.rank, a.states);
+    *(AttentionPlan *)attention.plan() = plan_attention<Kv>(a.shape, cta.unit, cta.rank, a.states);
   }
   const int32_t *tables = attends ? a.rows.page_table[a.rows.seq[0]] : nullptr;
   for (int i = threadIdx.x * 16; i < AttentionMemory::kAngle; i += kStepThreads * 16) *(uint4 *)(attention.base + i) = make_uint4(0, 0, 0, 0);
@@ -143,10 +145,14 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
   s.head_dim = plan.desc.head_dim;
   s.head_pad = plan.head_pad;
   s.k_nbytes = k_page_nbytes(plan.desc.kv_dtype, plan.head_pad);
-  s.n_units = s.n_kv_heads * ((s.group + kTileQueries - 1) / kTileQueries);
+  s.turn = rotation_block(plan.desc.kv_dtype, s.head_dim);
+  s.turn_scale = 1.0f / __builtin_sqrtf((float)s.turn);
+  const int most = is_quantised(plan.desc.kv_dtype) ? unit_queries<Codes<8>>() : unit_queries<F16>();
+  s.n_units = s.n_kv_heads * ((s.group + most - 1) / most);
   s.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / s.n_units));
   s.n_strides = n_ctas / s.n_ranks;
-  s.n_quads = merged_quads(std::min(s.group, kTileQueries), s.head_dim, s.n_ranks);
+  const int n_queries = std::min(s.group, most);
+  s.n_quads = is_quantised(plan.desc.kv_dtype) ? merged_head_quads(n_queries, s.head_pad, s.n_ranks) : merged_quads(n_queries, s.head_dim, s.n_ranks);
   s.ranks_inverse = inverse_of(s.n_ranks);
   s.dims_inverse = inverse_of(s.head_dim / 4);
   return s;
@@ -155,8 +161,7 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
 // Whether a plan's steps, and a step's parts, are what this kernel does.
 bool suits(const tl_plan &plan) {
   const tl_plan_desc &d = plan.desc;
-  return plan.context.steps && (d.kv_dtype == TL_BF16 || d.kv_dtype == TL_F16) && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad &&
-         d.dim <= 4 * kThreads * kStepQuads;
+  return plan.context.steps && d.kv_dtype != TL_F32 && d.head_dim % 4 == 0 && plan.head_pad <= kStepHeadPad && d.dim <= 4 * kThreads * kStepQuads;
 }
 bool suits(const RowProgram &program) {
   if (!program.n_ops) return true;
@@ -208,6 +213,8 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   StepArgs a = {};
   a.in_flight = kInFlight;
   a.shape = shape_of(plan, n_ctas);
+  const int page = k_page_nbytes(plan.desc.kv_dtype, plan.head_pad) + v_page_nbytes(plan.desc.kv_dtype, plan.head_pad);
+  a.more_pages = is_quantised(plan.desc.kv_dtype) ? std::max(0, std::min(kInFlight * kSlotBytes / page, kMaxInFlight) - kInFlight) : 0;
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
       if (t.product.head.dtype == TL_INT8) a.in_flight = kInFlightInt8;
@@ -236,7 +243,12 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   a.counter = (unsigned long long *)(plan.memory + plan.scratch.step);
   a.states = words + kMaxChannels * channel_nbytes(plan);
   const Shape shape{dim3(n_ctas), kStepThreads, ring + at, 1, true};
-  launcher.launch(plan.desc.kv_dtype == TL_BF16 ? run_step<Bf16> : run_step<F16>, shape, a);
+  switch (plan.desc.kv_dtype) {
+    case TL_BF16: launcher.launch(run_step<Bf16>, shape, a); break;
+    case TL_F16: launcher.launch(run_step<F16>, shape, a); break;
+    case TL_INT8: launcher.launch(run_step<Codes<8>>, shape, a); break;
+    default: launcher.launch(run_step<Codes<4>>, shape, a);
+  }
   return true;
 }
 

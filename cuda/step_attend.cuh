@@ -2,7 +2,7 @@
 // chunk a team of two warps; they hand the chunks' states to each other through flagged words, and merge them (step_merge.cuh).
 #pragma once
 
-#include "step_merge.cuh"
+#include "step_merge_codes.cuh"
 
 namespace tl {
 
@@ -32,6 +32,10 @@ TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionSha
   static_assert(kStepPairs == 2, "the words of two pairs");
   ask_words(h.word, h.count, [&](int j) { return h.from + j * 512; });
 }
+
+// Of codes, in step_attend_codes.cuh.
+template <class Kv>
+TL_DEVICE void place_codes(const AttentionShape &shape, const AttentionMemory &m, const float *v, int lane, int i, int part, uint8_t *page, int slot);
 
 // The heads of the row: q to the tile; where this CTA has the row's own chunk also k and v, kept beside the page they go to. The numbers are
 // finish_head's; all that a lane needs besides the head's words is in registers before they come.
@@ -88,7 +92,9 @@ TL_DEVICE void place_heads(const StepAttention &t, const AttentionHead &a, const
       if (exists[j]) v[at[j].a] = turns[j] ? turned.x : x[j].x, v[at[j].b] = turns[j] ? turned.y : x[j].y;
     }
     __syncwarp();
-    if (dim < head_pad) {
+    if constexpr (Kv::kQuantised) {
+      place_codes<Kv>(shape, m, v, lane, i, part, u.stores ? to : nullptr, slot);
+    } else if (dim < head_pad) {
       const float4 low = *(const float4 *)(v + dim), high = *(const float4 *)(v + dim + 4);
       const uint4 rounded = round_quads(Kv::kDtype, low, high);
       if (part < 0) {
@@ -158,7 +164,21 @@ TL_DEVICE void find_chunk(TeamChunk &c, const Unit &u, const AttentionMemory &m,
   c.inserted = own >= 0 && own < kPagesOfWarp * TL_PAGE_POSITIONS ? own / TL_PAGE_POSITIONS : -1;
   c.is_whole = keys.first <= c.first && keys.end >= c.first + kPagesOfWarp * TL_PAGE_POSITIONS;
   c.flag = state_flag(hand, chunk);
-  c.to = u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes + lane / 4 * u.query_bytes;
+  c.to = u.states + chunk % kHeldChunks * u.chunk_bytes + lane / 4 * u.query_bytes;
+}
+
+TL_DEVICE void wait_for_pages(const Ring &ring, const TeamChunk &c) {
+  bool there = true;  // mostly they are: one branch instead of four waits, one after another
+#pragma unroll
+  for (int j = 0; j < kPagesOfWarp; j++) there &= ring.is_there(c.own[j]) | !c.reads_own[j];
+  if (there) return;
+#pragma unroll
+  for (int j = 0; j < kPagesOfWarp; j++)
+    if (c.reads_own[j]) ring.wait(c.own[j]);
+}
+TL_DEVICE void free_pages(const Ring &ring, const TeamChunk &c, int lane) {
+  __syncwarp();
+  if (lane < c.read.n) ring.free(c.freed, 1);
 }
 
 // What a thread needs for any chunk of a unit: found before the queries are there.
@@ -196,9 +216,7 @@ template <class Kv>
 TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos) {
   const int w = me.w, lane = me.lane;
   float s[kPagesOfWarp][2][4], top[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int j = 0; j < kPagesOfWarp; j++)
-    if (c.reads_own[j]) ring.wait(c.own[j]);
+  wait_for_pages(ring, c);
   if (c.inserted >= 0) {
     const shared_t page = (c.inserted ? c.k[kPagesOfWarp - 1] : c.k[0]) - lane * 16;
     static_assert(kPagesOfWarp == 2, "one page or the other");
@@ -257,14 +275,37 @@ TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const 
     }
   }
   if (c.inserted >= 0) fence_bulk_copies();  // the slots are copied to next
-  __syncwarp();
-  if (lane < c.read.n) ring.free(c.freed, 1);
+  free_pages(ring, c, lane);
 }
+
+// Of codes, in step_attend_codes.cuh.
+template <class Kv>
+TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos);
+
+// Where the span of chunks that begins here ends.
+TL_DEVICE int span_end(int begin, int end) { return min(end, (begin / kSpanChunks + 1) * kSpanChunks); }
 
 // The last chunk of one of a unit's CTAs.
 TL_DEVICE int last_chunk(const KeyChunks &chunks, int rank, int n_ranks) {
   const int first = chunks.first + rank;
   return first + (chunks.end - 1 - first) / n_ranks * n_ranks;
+}
+
+// The span of all quads that the CTA merges; the first one of a warp is known.
+TL_DEVICE void merge_quads(const StepAttention &t, const AttentionHead &a, const AttentionShape &shape, const Unit &u, const MergeShare &share,
+                           const AttentionMemory &m, const Handover &hand, const Quad &first_quad, int begin, int end, bool is_first, bool is_last) {
+#pragma unroll 1
+  for (int i = hand.warp(); i < share.n_mine; i += kWarps) {
+    const Quad quad = i < kWarps ? first_quad : quad_of(shape, u, share.first + i);
+    float *kept = m.total() + (4 * i + hand.lane() % 4) * 3;
+    Total total = {kMasked, 0.0f, 0.0f};
+    if (!is_first) total = {kept[0], kept[1], kept[2]};
+    merge_span(total, m, hand, quad, u.chunk_bytes, begin, end);
+    if (is_last)
+      hand_attention(t, a, hand, quad, total);
+    else if (hand.lane() < 4)
+      kept[0] = total.m, kept[1] = total.l, kept[2] = total.o;
+  }
 }
 
 // The CTA's part of an attention. `settle` is called when all threads are in this task.
@@ -289,8 +330,8 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
 #pragma unroll 1
   for (int index = cta.unit; index < shape.n_units; index += shape.n_strides) {
     const bool is_first = index == cta.unit;
-    const Unit u = is_first ? plan.unit : unit_of(shape, index, cta.rank, states);
-    const MergeShare share = is_first ? plan.share : merge_share(shape, u);
+    const Unit u = is_first ? plan.unit : unit_of<Kv>(shape, index, cta.rank, states);
+    const MergeShare share = is_first ? plan.share : merge_share<Kv>(shape, u);
     const int n_heads = u.n_queries + (owns ? 2 : 0);
     HeadWords head;
     ask_head(head, a, shape, u, hand, hand.warp(), hand.warp() < n_heads);
@@ -308,31 +349,42 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     if (!is_first) meet();  // no one reads the unit before any more
     place_heads<Kv>(t, a, shape, u, m, hand, head, page, pos % TL_PAGE_POSITIONS, n_heads);
     meet();
+    // A span is merged behind the next one's chunks: then its states are there. Where there are more chunks than places for states, a CTA whose
+    // chunk of span n takes a place of span n - 8 must not be ahead of those who merge that one. Its threads meet behind every second span, so
+    // that all of the CTA have merged, or followed, span n - 3; who left that one had likewise merged span n - 6.
+    const bool places_again = chunks.end > chunks.first / kSpanChunks * kSpanChunks + kHeldChunks;
+    static_assert(kHeldChunks == 8 * kSpanChunks, "see above");
 #pragma unroll 1
-    for (int begin = chunks.first; begin < chunks.end;) {
-      const int end = min(chunks.end, (begin / kSpanChunks + 1) * kSpanChunks);
+    for (int begin = chunks.first, before = begin; before < chunks.end;) {
+      const int end = span_end(begin, chunks.end);
       // A team that waits for a chunk has read the one kTeamsOfCta before: the ring holds as many, so no slot is two uses behind.
 #pragma unroll 1
       while (chunk < end) {
-        attend_chunk<Kv>(me, m, ring, c, keys, pos);
+        if constexpr (Kv::kQuantised)
+          attend_code_chunk<Kv>(me, m, ring, c, keys, pos);
+        else
+          attend_chunk<Kv>(me, m, ring, c, keys, pos);
         skip(kTeamsOfCta);
         if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
       }
-      if (share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, begin, end);
-#pragma unroll 1
-      for (int i = hand.warp(); i < share.n_mine; i += kWarps) {
-        const Quad quad = i < kWarps ? first_quad : quad_of(shape, u, share.first + i);
-        float *kept = m.total() + (4 * i + hand.lane() % 4) * 3;
-        Total total = {kMasked, 0.0f, 0.0f};
-        if (begin != chunks.first) total = {kept[0], kept[1], kept[2]};
-        merge_span(total, m, hand, quad, u.chunk_bytes, begin, end);
-        if (end == chunks.end)
-          hand_attention(t, a, hand, quad, total);
-        else if (hand.lane() < 4)
-          kept[0] = total.m, kept[1] = total.l, kept[2] = total.o;
+      const bool has_next = end < chunks.end, meets = places_again && has_next && begin / kSpanChunks % 2;
+      if (begin == chunks.first && has_next) {
+        begin = end;
+        continue;
       }
-      if (end < chunks.end) meet();  // all of the CTA have read the span: what is written next is waited for by those who have, too
+      const int before_end = span_end(before, chunks.end);
+      if (meets && share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, before, before_end);
+      if constexpr (Kv::kQuantised)
+        merge_heads(shape, u, share, m, hand, before, before_end, before == chunks.first, before_end == chunks.end);
+      else
+        merge_quads(t, a, shape, u, share, m, hand, first_quad, before, before_end, before == chunks.first, before_end == chunks.end);
+      if (meets) meet();
+      before = before_end;
       begin = end;
+    }
+    if (Kv::kQuantised && share.n_mine > 0) {
+      meet();
+      hand_heads(t, a, shape, u, share, m, hand);
     }
   }
   settle();

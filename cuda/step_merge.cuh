@@ -41,42 +41,51 @@ TL_BOTH int merged_quads(int n_queries, int head_dim, int n_ranks) { return (n_q
 
 inline int attention_nbytes(const AttentionShape &shape) { return AttentionMemory::kTotal + 12 * shape.n_quads * 4; }
 
+// Queries of a unit at most: of codes a tile has each one's high and low bytes.
+template <class Kv>
+TL_BOTH constexpr int unit_queries() {
+  return Kv::kQuantised ? kTileQueries / 2 : kTileQueries;
+}
+
 // Words of a query's state: m and l, then O two dims a word.
 TL_BOTH int state_words(int head_pad) { return 1 + head_pad / 2; }
-// Of the states that all units hand over, of two spans' chunks.
-inline uint64_t states_nbytes(int n_heads, int head_pad) { return (uint64_t)n_heads * 2 * kSpanChunks * state_words(head_pad) * 16; }
+// Of the states that all units hand over, of kHeldChunks.
+inline uint64_t states_nbytes(int n_heads, int head_pad) { return (uint64_t)n_heads * kHeldChunks * state_words(head_pad) * 16; }
 
 #if TL_HOPPER
 
-// Which queries a CTA works for, and where their states lie: (2 kSpanChunks, n_queries, state_words).
+// Which queries a CTA works for, and where their states lie: (kHeldChunks, n_queries, state_words).
 struct Unit {
   int kv_head, first_head, n_queries, rank, chunk_bytes, query_bytes;
   bool stores;  // the row's k and v
   uint8_t *states;
 };
 
+template <class Kv>
 TL_DEVICE Unit unit_of(const AttentionShape &shape, int unit, int rank, uint8_t *states) {
-  const int sub = unit < shape.n_kv_heads ? 0 : unit / shape.n_kv_heads, first = sub * kTileQueries;
+  const int sub = unit < shape.n_kv_heads ? 0 : unit / shape.n_kv_heads, first = sub * unit_queries<Kv>();
   Unit u;
   u.kv_head = unit - sub * shape.n_kv_heads;
   u.first_head = u.kv_head * shape.group + first;
-  u.n_queries = min(shape.group - first, kTileQueries);
+  u.n_queries = min(shape.group - first, unit_queries<Kv>());
   u.rank = rank;
   u.stores = sub == 0;
   u.query_bytes = state_words(shape.head_pad) * 16;
   u.chunk_bytes = u.n_queries * u.query_bytes;
-  u.states = states + (int64_t)u.first_head * 2 * kSpanChunks * u.query_bytes;
+  u.states = states + (int64_t)u.first_head * kHeldChunks * u.query_bytes;
   return u;
 }
 
-// The flag of a chunk's state: words are used again within a task, for the chunk two spans on.
-TL_DEVICE uint64_t state_flag(const Handover &hand, int chunk) { return hand.flag | (uint64_t)(chunk / (2 * kSpanChunks)) << kFlagBits; }
+// The flag of a chunk's state: words are used again within a task, for the chunk kHeldChunks on.
+TL_DEVICE uint64_t state_flag(const Handover &hand, int chunk) { return hand.flag | (uint64_t)(chunk / kHeldChunks) << kFlagBits; }
 
 // What a CTA merges of a unit: quads of its dims, from `first` on.
 struct MergeShare {
   int n_mine, first;
 };
+template <class Kv>
 TL_DEVICE MergeShare merge_share(const AttentionShape &shape, const Unit &u) {
+  if (Kv::kQuantised) return {(u.n_queries - u.rank + shape.n_ranks - 1) / shape.n_ranks, u.rank};  // heads: see step_merge_codes.cuh
   const int n_quads = merged_quads(u.n_queries, shape.head_dim, shape.n_ranks), first = u.rank * n_quads;
   return {min(n_quads, u.n_queries * (shape.head_dim / 4) - first), first};
 }
@@ -87,10 +96,11 @@ struct alignas(16) AttentionPlan {
   MergeShare share;
 };
 static_assert(sizeof(AttentionPlan) <= AttentionMemory::kTotal - AttentionMemory::kPlan, "a plan fits");
+template <class Kv>
 TL_DEVICE AttentionPlan plan_attention(const AttentionShape &shape, int unit, int rank, uint8_t *states) {
   AttentionPlan plan;
-  plan.unit = unit_of(shape, unit, rank, states);
-  plan.share = merge_share(shape, plan.unit);
+  plan.unit = unit_of<Kv>(shape, unit, rank, states);
+  plan.share = merge_share<Kv>(shape, plan.unit);
   return plan;
 }
 
@@ -122,7 +132,7 @@ TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover
     const int chunk = some + lane;
     const bool alive = chunk >= begin && chunk < end;
     uint64_t word[3];
-    const int64_t from = (int64_t)(chunk % (2 * kSpanChunks)) * chunk_bytes;
+    const int64_t from = (int64_t)(chunk % kHeldChunks) * chunk_bytes;
     await_words(word, alive ? 3 : 0, state_flag(hand, chunk), [&](int j) { return j ? quad.o + from + (j - 1) * 16 : quad.ml + from; });
     const float own = alive ? low_float(word[0]) : kMasked;
     float top = own;
@@ -163,13 +173,13 @@ TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover
   }
 }
 
-// What a CTA that merges nothing does instead where it has a chunk behind the span: words are used again two spans on, which those who merge
-// must not be behind.
+// What a CTA that merges nothing does instead where it has a chunk behind the span: words are used again kHeldChunks on, which those who merge must
+// not be behind.
 TL_DEVICE void follow_span(const Unit &u, const Handover &hand, int begin, int end) {
 #pragma unroll 1
   for (int chunk = begin + hand.thread; chunk < end; chunk += kThreads) {
     uint64_t word[1];
-    await_words(word, 1, state_flag(hand, chunk), [&](int) { return u.states + chunk % (2 * kSpanChunks) * u.chunk_bytes; });
+    await_words(word, 1, state_flag(hand, chunk), [&](int) { return u.states + chunk % kHeldChunks * u.chunk_bytes; });
   }
 }
 

@@ -11,7 +11,8 @@ constexpr int kMaxChannels = 8;
 constexpr int kKindBits = 4, kMaxStepOps = 8;  // of an operation of a row program, whose kinds are a word
 constexpr int kStepQuads = 2;           // of a thread: rows of up to 2,048 floats
 constexpr int kEarlyNorms = 2;          // of a program, whose weights are read ahead
-constexpr int kSpanChunks = 64;         // key chunks whose states a unit of attention hands over at a time; whole groups
+constexpr int kSpanChunks = 32;         // key chunks whose states a unit of attention merges at a time; whole groups
+constexpr int kHeldChunks = 8 * kSpanChunks;  // chunks whose states have a place of their own: see run_attention
 constexpr int kMaxRanks = kSpanChunks;  // CTAs of a unit: each has a chunk in a whole span
 static_assert(kSpanChunks % TL_CHUNK_GROUP == 0, "groups do not cross spans");
 
@@ -70,7 +71,9 @@ struct StepProduct {
 // What all attentions of a step share.
 struct AttentionShape {
   int32_t n_kv_heads, group, head_dim, head_pad, k_nbytes;  // group: queries of a KV head
-  int32_t n_units, n_ranks;  // KV heads with up to kTileQueries queries; CTAs of each
+  int32_t turn;              // of codes, and its scale: see PlaceArgs
+  float turn_scale;
+  int32_t n_units, n_ranks;  // KV heads with up to unit_queries queries; CTAs of each
   int32_t n_strides;         // units that are worked on at once
   int32_t n_quads;           // quads of dims that a CTA merges of a unit
   uint32_t ranks_inverse, dims_inverse;  // of n_ranks, and of head_dim / 4

@@ -44,25 +44,27 @@ TL_DEVICE void ask_words(Flagged (&w)[n], int count, const At &at) {
     load_flagged_if(w[i], i < count, at(i));
   }
 }
+template <int n>
+TL_DEVICE bool are_missing(const Flagged (&w)[n], int count, uint64_t flag) {
+  bool missing = false;
+#pragma unroll
+  for (int i = 0; i < n; i++) missing |= i < count && w[i].flag != flag;
+  return missing;
+}
+// While one is missing all are asked for again: were it those alone, each would wait for the one before, as the compiler copies their flags.
 template <int n, class At>
 TL_DEVICE void await_words(uint64_t (&data)[n], Flagged (&w)[n], int count, uint64_t flag, const At &at) {
-  for (bool missing = true; missing;) {
-    missing = false;
-#pragma unroll
-    for (int i = 0; i < n; i++) {
-      const bool wanted = i < count && w[i].flag != flag;
-      load_flagged_if(w[i], wanted, at(i));
-      missing |= wanted;
-    }
-  }
+  while (are_missing(w, count, flag)) ask_words(w, count, at);
 #pragma unroll
   for (int i = 0; i < n; i++) data[i] = w[i].data;
 }
 template <int n, class At>
 TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
   Flagged w[n];
-  ask_words(w, count, at);
-  await_words(data, w, count, flag, at);
+  do ask_words(w, count, at);
+  while (are_missing(w, count, flag));
+#pragma unroll
+  for (int i = 0; i < n; i++) data[i] = w[i].data;
 }
 
 // threadIdx.x, of which the compiler does not know that it is always the same: what it works out from it in a loop stays there.

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.skipif("cuda" not in backends(), reason="no CUDA device
     [
         ("shipped", "bf16", "fp16", 1, 0), ("shipped", "int8", "bf16", 5, 24), ("ouro", "f16", "fp16", 4, 0), ("qwen2", "bf16", "bf16", 2, 0),
         ("huginn", "int8", "bf16", 3, 0), ("zero_init", "bf16", "fp16", 3, 0), ("ouro", "bf16", "bf16", 6, 0),
+        ("shipped", "bf16", "int8", 5, 24), ("nanbeige", "int8", "int8", 2, 0), ("qwen3", "f16", "int8", 1, 0), ("zero_init", "bf16", "int8", 3, 0),
+        ("ouro", "bf16", "int4", 4, 24), ("nanbeige", "bf16", "int4", 2, 0), ("qwen3", "f16", "int4", 1, 0), ("huginn", "int8", "int4", 3, 17),
+        ("linear", "bf16", "int4", 1, 0),
     ],
 )  # fmt: skip
 def test_a_step_as_one_kernel_has_the_same_bits(name, dtype, kv_mode, loops, window, monkeypatch):
@@ -51,6 +54,24 @@ def test_a_step_as_one_kernel_sums_whole_chunks_and_what_is_left(dtype, group_si
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kv_mode", ["fp16", "int8", "int4"])
+def test_a_step_as_one_kernel_has_the_same_bits_behind_long_contexts(kv_mode, tmp_path, monkeypatch):
+    """States of key chunks are merged in spans of 32, 2,048 tokens, and their places are used again behind four of them."""
+    if emulated_cuda.installed():
+        pytest.skip("thousands of tokens take the emulator minutes")
+    config = small(dim=64, ffn_dim=64, n_heads=6, n_kv_heads=2, head_dim=48, n_core=2, default_loops=2, trained_loops=2)
+    tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
+    prompt, found = random_tokens(config, 20000), []
+    for steps in ("0", "1"):
+        monkeypatch.setenv("TINYLOOP_CUDA_STEP", steps)
+        with tl.Model(tmp_path / "m.tinyloop", 20100, device="cuda", kv_mode=kv_mode) as model:
+            found.append([])
+            for n, window in ((2000, 0), (4090, 0), (6200, 0), (20000, 0), (20000, 9000)):
+                with model.generate_stream(prompt[:n], 70, temperature=0.0, stop_tokens=(), cache_window=window, logprobs=3) as stream:
+                    found[-1].append([(token, stream.logprobs) for token in stream])
+    assert found[0] == found[1]
+
+
 def test_rows_share_the_tasks_of_a_step_as_one_kernel(emulated, tmp_path, monkeypatch):
     """Tasks are kept for a kind of step, not for each of the rows that take turns at it: memory for them does not run out."""
     monkeypatch.setenv("TINYLOOP_CUDA_STEP", "1")
@@ -67,6 +88,7 @@ def test_rows_share_the_tasks_of_a_step_as_one_kernel(emulated, tmp_path, monkey
         assert len(set(n_kernels[1:])) == 1  # the first one takes the lane that was there
 
 
+@pytest.mark.parametrize("kv_mode", ["fp16", "int8", "int4"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -78,7 +100,7 @@ def test_rows_share_the_tasks_of_a_step_as_one_kernel(emulated, tmp_path, monkey
     ],
     ids=["idle", "padded heads", "padded rows", "units", "queries"],
 )
-def test_a_step_as_one_kernel_waits_for_nobody_who_went_on(changes, emulated, tmp_path, monkeypatch):
+def test_a_step_as_one_kernel_waits_for_nobody_who_went_on(changes, kv_mode, emulated, tmp_path, monkeypatch):
     """Words that CTAs hand to each other are written again: not before all who wait for them have read them, however slow one CTA is."""
     config = small(**{"dim": 16, "ffn_dim": 16, "n_heads": 1, "n_kv_heads": 1, "head_dim": 16, **changes})
     tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
@@ -86,7 +108,7 @@ def test_a_step_as_one_kernel_waits_for_nobody_who_went_on(changes, emulated, tm
     monkeypatch.setenv("TINYLOOP_EMULATOR_UNFAIR", "1")
     for steps in ("0", "1"):
         monkeypatch.setenv("TINYLOOP_CUDA_STEP", steps)
-        with tl.Model(tmp_path / "m.tinyloop", 96, device="cuda") as model:
+        with tl.Model(tmp_path / "m.tinyloop", 96, device="cuda", kv_mode=kv_mode) as model:
             before = emulated.kernels.emulator_n_kernels()
             found.append([model.generate(prompt[:n], n_more, temperature=0.0, stop_tokens=()) for n, n_more in ((3, 9), (70, 11))])
             found[-1].append(model.generate(prompt[:3], 9, temperature=0.0, stop_tokens=(found[-1][0][5],)))  # steps ahead do nothing

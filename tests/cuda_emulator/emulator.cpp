@@ -339,16 +339,14 @@ void barrier_copy(void *to, const void *from, int nbytes, uint64_t *barrier) {
 }
 volatile uint8_t fetched = 0;
 
-bool barrier_wait(uint64_t *barrier, int parity) {
+void barrier_wait(uint64_t *barrier, int parity) {
   Barrier &b = barrier_at(barrier);
-  const bool waits = b.phase % 2 == parity;
   while (b.phase % 2 == parity) {
     for (const Copy &c : b.copies) b.nbytes -= c.nbytes;
     perform(b.copies);
     complete(barrier, b);
     if (b.phase % 2 == parity) wait_until_changed(*barrier);
   }
-  return waits;
 }
 
 uint16_t bf16_of(float x) {
