@@ -16,7 +16,7 @@ constexpr int kTeams = kTeamsOfCta, kTeamThreads = 128, kCtaThreads = kTeams * k
 // eight meet all banks.
 template <int kDims>
 struct Passage {
-  static constexpr int kQueryBytes = kDims * 2 + 16, kFloats = kDims + 8, kBytes = kTileQueries * kQueryBytes;
+  static constexpr int kQueryBytes = kDims * 2 + 16, kBytes = kTileQueries * kQueryBytes;
 };
 
 #if TL_WGMMA
@@ -64,7 +64,7 @@ TL_DEVICE void clear(uint32_t (&x)[n][4]) {
 template <int kDims>
 TL_DEVICE void leave_state(const StatesArgs &s, const float (&o)[kDims / 2], const float (&m)[2], const float (&l)[2], const Sight &sight, int first,
                            shared_t passage) {
-  constexpr int kFloats = Passage<kDims>::kFloats, kLanes = kDims / 4, kRows = 32 / kLanes;  // a lane has four dims of a query
+  constexpr int kFloats = kDims + 8, kLanes = kDims / 4, kRows = 32 / kLanes;  // a lane has four dims of a query
   static_assert(8 * kFloats * 4 <= Passage<kDims>::kBytes, "eight queries at a time");
   const int lane = lane_id();
   const shared_t to = passage + (lane / 4 * kFloats + lane % 4 * 2) * 4;

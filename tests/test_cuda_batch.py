@@ -274,16 +274,16 @@ def test_what_a_launch_that_failed_draws_is_nobodys(emulated, model, monkeypatch
 
     runtime, later = sys.modules["cuda.bindings.runtime"], []
 
-    def run_later(graph, stream):
-        later.append((graph, stream))
-        return emulated_cuda.Status.success
-
     def run_all(*_):
         while later:
-            launch(*later.pop(0))
+            later.pop(0)()
         return (emulated_cuda.Status.success,)
 
-    monkeypatch.setattr(emulated, "launch", run_later)  # as on a device: not before the host asks for a token
+    # As on a device: nothing before the host asks for a token, and then in order.
+    monkeypatch.setattr(emulated, "launch", lambda *args: later.append(lambda: launch(*args)) or emulated_cuda.Status.success)
+    for name in ("cudaMemcpyAsync", "cudaMemsetAsync"):
+        call = getattr(runtime, name)
+        monkeypatch.setattr(runtime, name, lambda *args, call=call: later.append(lambda: call(*args)) or (emulated_cuda.Status.success,))
     for name in ("cudaStreamQuery", "cudaStreamSynchronize", "cudaEventSynchronize"):
         monkeypatch.setattr(runtime, name, run_all)
     assert model.generate(asked[1], 20, 1, **DRAWN) == want
