@@ -240,9 +240,9 @@ def test_long_steps_have_fewer_of_them_ahead(emulated, model, monkeypatch):
             launch(*later.pop(0))
         return emulated_cuda.Status.notReady if later else emulated_cuda.Status.success
 
+    batch = [model._start(p, 20, 1, **DRAWN) for p in asked]  # prompts are run by then
     monkeypatch.setattr(emulated, "launch", run_later)
     monkeypatch.setattr(emulated, "query", work)
-    batch = [model._start(p, 20, 1, **DRAWN) for p in asked]
     assert finish(batch) == want
     assert max(ahead[:4]) == AHEAD and max(ahead[-8:]) == 2
 
