@@ -18,19 +18,21 @@ TL_DEVICE uint4 round_quads(int dtype, const float4 &a, const float4 &b) {
 struct HeadWords {
   int head;  // among all of q, k and v
   int part;  // below 0: q, 0: k, 1: v
-  const uint8_t *from;  // NULL: it is in memory alone
-  int count;
+  const uint8_t *words;  // of the row, or NULL: it is in memory alone
+  int first, count;      // this lane's first one, and how many are its
   Flagged word[kStepPairs];
+  TL_DEVICE_MEMBER const uint8_t *at(int j) const { return words + row_word_at(first + 32 * j); }
 };
 TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionShape &shape, const Unit &u, const Handover &hand, int index,
                         bool exists) {
   const int n_pairs = shape.head_pad / 2, lane = hand.lane();
   h.part = index - u.n_queries;
   h.head = h.part < 0 ? u.first_head + index : shape.n_kv_heads * shape.group + h.part * shape.n_kv_heads + u.kv_head;
-  h.from = t.qkv.words ? t.qkv.words + (h.head * n_pairs + lane) * 16 : nullptr;
-  h.count = h.from && exists ? (lane < n_pairs) + (lane + 32 < n_pairs) : 0;
+  h.words = t.qkv.words;
+  h.first = h.head * n_pairs + lane;
+  h.count = h.words && exists ? (lane < n_pairs) + (lane + 32 < n_pairs) : 0;
   static_assert(kStepPairs == 2, "the words of two pairs");
-  ask_words(h.word, h.count, [&](int j) { return h.from + j * 512; });
+  ask_words(h.word, h.count, [&](int j) { return h.at(j); });
 }
 
 // Of codes, in step_attend_codes.cuh.
@@ -64,9 +66,9 @@ TL_DEVICE void place_heads(const StepAttention &t, const AttentionHead &a, const
     }
     const int dim = lane * 8;
     uint8_t *const to = part < 0 ? nullptr : part ? v_of(p.kv, page, u.kv_head) : k_of(p.kv, page, u.kv_head);
-    if (h.from) {
+    if (h.words) {
       uint64_t word[kStepPairs];
-      await_words(word, h.word, h.count, flag, [&](int j) { return h.from + j * 512; });
+      await_words(word, h.word, h.count, flag, [&](int j) { return h.at(j); });
 #pragma unroll
       for (int j = 0; j < kStepPairs; j++)
         if (exists[j]) ((float2 *)raw)[lane + 32 * j] = make_float2(low_float(word[j]), high_float(word[j]));

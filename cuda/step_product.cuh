@@ -54,13 +54,13 @@ TL_DEVICE Output output_of(const StepProduct &t, const ProductHead &h, const Ste
     o.words = h.words && lane % 4 == 0 ? h.words + column * 4 : nullptr;
     return o;
   }
-  o.words = h.words && lane % 2 == 0 ? h.words + output * 8 : nullptr;
+  o.words = h.words && lane % 2 == 0 ? h.words + row_word_at(output / 2) : nullptr;
   o.out = (float *)h.out + output;
   if (h.kind == kToLogits && output >= t.epilogue.n_valid) o.out = nullptr;
   if (h.kind != kAddToRows) return o;
   if (h.addend.words) {
     o.flag = hand.flag - h.addend.back;
-    o.at = h.addend.words + output / 2 * 16;
+    o.at = h.addend.words + row_word_at(output / 2);
     o.early = load_flagged(o.at);
   } else {
     o.addend = t.epilogue.addend[output];

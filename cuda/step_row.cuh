@@ -57,13 +57,13 @@ TL_DEVICE float4 quad_from(const uint64_t *word) {
 TL_DEVICE void take_quads(float4 (&v)[kStepQuads], const Handover &hand, const Channel &c, const float *p, int n) {
   if (!c.words) return read_quads(v, hand, p, n);
   uint64_t data[2 * kStepQuads];
-  const uint8_t *from = c.words + hand.thread * 32;
+  const uint8_t *from = c.words + row_word_at(hand.thread * 2);
   static_assert(kStepQuads == 2, "two quads are four words");
   await_words(data,
               hand.quad(1) < n   ? 4
               : hand.quad(0) < n ? 2
                                  : 0,
-              hand.flag - c.back, [&](int i) { return from + i / 2 * (kThreads * 32) + i % 2 * 16; });
+              hand.flag - c.back, [&](int i) { return from + i / 2 * (kThreads * 32) + i % 2 * 512; });
 #pragma unroll
   for (int j = 0; j < kStepQuads; j++) v[j] = quad_from(data + 2 * j);
 }
@@ -72,9 +72,9 @@ TL_DEVICE void hand_quads(const Handover &hand, const Channel &c, const float4 (
 #pragma unroll
   for (int j = 0; j < kStepQuads; j++) {
     if (hand.quad(j) >= n) break;
-    uint8_t *to = c.words + hand.quad(j) * 8;
+    uint8_t *to = c.words + row_word_at(hand.quad(j) / 2);
     store_flagged(to, two_floats(v[j].x, v[j].y), hand.flag);
-    store_flagged(to + 16, two_floats(v[j].z, v[j].w), hand.flag);
+    store_flagged(to + 512, two_floats(v[j].z, v[j].w), hand.flag);
   }
 }
 
