@@ -15,9 +15,8 @@ inline int merged_head_quads(int n_queries, int head_pad, int n_ranks) { return 
 
 #if TL_HOPPER
 
-// Where a CTA keeps a head between spans: O, then m and l; and where it is when it is finished, turned as it is.
+// Where a CTA keeps a head between spans: (O, m and l; head_pad); in the end O / l is in O's place, turned as it is.
 TL_DEVICE float *kept_head(const AttentionMemory &m, int i, int head_pad) { return m.total() + i * 3 * head_pad; }
-TL_DEVICE float *turned_head(const AttentionMemory &m, int i, int head_pad) { return kept_head(m, i, head_pad) + 2 * head_pad; }
 
 // A group's state where the warp that merged it leaves it: O, and m and l.
 constexpr int kGroupEntry = 31;  // among a warp's m.state(): behind those of chunks
@@ -77,7 +76,7 @@ TL_DEVICE void merge_group(const AttentionMemory &m, const Handover &hand, const
 }
 
 // The span of all heads that the CTA merges: a warp a group, then a thread a dim of all groups in order. After the last span O / l is in
-// turned_head, once the CTA's threads have met.
+// kept_head, once the CTA's threads have met.
 TL_DEVICE void merge_heads(const AttentionShape &shape, const Unit &u, const MergeShare &share, const AttentionMemory &m, const Handover &hand,
                            int begin, int end, bool is_first, bool is_last) {
   const int head_pad = shape.head_pad, dim = hand.thread, span = begin / kHeadSpan * kHeadSpan, own = span + hand.warp() * TL_CHUNK_GROUP;
@@ -90,7 +89,7 @@ TL_DEVICE void merge_heads(const AttentionShape &shape, const Unit &u, const Mer
     if (dim < head_pad) {
       float *const kept = kept_head(m, i, head_pad);
       Total total = {kMasked, 0.0f, 0.0f};
-      if (!is_first) total = {kept[head_pad + 2 * (dim / 32)], kept[head_pad + 2 * (dim / 32) + 1], kept[dim]};
+      if (!is_first) total = {kept[head_pad + dim], kept[2 * head_pad + dim], kept[dim]};
 #pragma unroll 1
       for (int group = 0; group < kWarps; group++) {
         const int first = span + group * TL_CHUNK_GROUP;
@@ -104,10 +103,9 @@ TL_DEVICE void merge_heads(const AttentionShape &shape, const Unit &u, const Mer
         total.m = fmaxf(total.m, ml.x);
       }
       if (is_last) {
-        turned_head(m, i, head_pad)[dim] = total.l != 0.0f ? total.o * (1.0f / total.l) : 0.0f;
+        kept[dim] = total.l != 0.0f ? total.o * (1.0f / total.l) : 0.0f;
       } else {
-        kept[dim] = total.o;
-        if (dim % 32 == 0) kept[head_pad + 2 * (dim / 32)] = total.m, kept[head_pad + 2 * (dim / 32) + 1] = total.l;  // each warp its own
+        kept[dim] = total.o, kept[head_pad + dim] = total.m, kept[2 * head_pad + dim] = total.l;
       }
     }
     if (!is_last || i + 1 < share.n_mine) meet();
@@ -126,7 +124,7 @@ TL_DEVICE void hand_heads(const StepAttention &t, const AttentionHead &h, const 
   for (int i = hand.warp(); i < share.n_mine; i += kWarps) {
     const int column = (u.first_head + share.first + i * shape.n_ranks) * head_dim + lane * 4;
     float x[4];
-    load_dims(x, turned_head(m, i, shape.head_pad), shape.head_pad, lane);
+    load_dims(x, kept_head(m, i, shape.head_pad), shape.head_pad, lane);
     turn_head(x, shape.turn, shape.turn_scale, lane);
     if (lane * 4 < head_dim) hand_on(column, pack_pair(h.out_dtype, x[0], x[1]), pack_pair(h.out_dtype, x[2], x[3]));
     if (lane * 4 != head_dim - 4 || column + 4 != q_dim) continue;
