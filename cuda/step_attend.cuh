@@ -285,7 +285,11 @@ template <class Kv>
 TL_DEVICE void attend_code_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos);
 
 // Where the span of chunks that begins here ends.
-TL_DEVICE int span_end(int begin, int end) { return min(end, (begin / kSpanChunks + 1) * kSpanChunks); }
+template <class Kv>
+TL_DEVICE int span_end(int begin, int end) {
+  constexpr int kSpan = Kv::kQuantised ? kHeadSpan : kSpanChunks;
+  return min(end, (begin / kSpan + 1) * kSpan);
+}
 
 // The last chunk of one of a unit's CTAs.
 TL_DEVICE int last_chunk(const KeyChunks &chunks, int rank, int n_ranks) {
@@ -353,12 +357,13 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     meet();
     // A span is merged behind the next one's chunks: then its states are there. Where there are more chunks than places for states, a CTA whose
     // chunk of span n takes a place of span n - 8 must not be ahead of those who merge that one. Its threads meet behind every second span, so
-    // that all of the CTA have merged, or followed, span n - 3; who left that one had likewise merged span n - 6.
-    const bool places_again = chunks.end > chunks.first / kSpanChunks * kSpanChunks + kHeldChunks;
+    // that all of the CTA have merged, or followed, span n - 3; who left that one had likewise merged span n - 6. Of codes there are places for
+    // two spans: then each is merged, or followed, at once, and who left span n - 1 had merged span n - 2.
+    const bool places_again = chunks.end - chunks.first > kHeldChunks, at_once = Kv::kQuantised && places_again;
     static_assert(kHeldChunks == 8 * kSpanChunks, "see above");
 #pragma unroll 1
     for (int begin = chunks.first, before = begin; before < chunks.end;) {
-      const int end = span_end(begin, chunks.end);
+      const int end = span_end<Kv>(begin, chunks.end);
       // A team that waits for a chunk has read the one kTeamsOfCta before: the ring holds as many, so no slot is two uses behind.
 #pragma unroll 1
       while (chunk < end) {
@@ -369,12 +374,12 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
         skip(kTeamsOfCta);
         if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
       }
-      const bool has_next = end < chunks.end, meets = places_again && has_next && begin / kSpanChunks % 2;
-      if (begin == chunks.first && has_next) {
+      const bool has_next = end < chunks.end, meets = places_again && has_next && (at_once || begin / kSpanChunks % 2);
+      if (begin == chunks.first && has_next && !at_once) {
         begin = end;
         continue;
       }
-      const int before_end = span_end(before, chunks.end);
+      const int before_end = span_end<Kv>(before, chunks.end);
       if (meets && share.n_mine <= 0 && last_chunk(chunks, u.rank, n_ranks) >= end) follow_span(u, hand, before, before_end);
       if constexpr (Kv::kQuantised)
         merge_heads(shape, u, share, m, hand, before, before_end, before == chunks.first, before_end == chunks.end);

@@ -1,14 +1,13 @@
 // How a step as one kernel merges where K and V are codes: one CTA of a unit a whole head, as it must be turned back when it is complete
-// (docs/kv-modes.md). The functions, and so the bits, are those of attend.cuh and codes.cuh.
+// (docs/kv-modes.md), each of its warps a group of chunks. The functions, and so the bits, are those of attend.cuh and codes.cuh.
 #pragma once
 
 #include "step_merge.cuh"
 
 namespace tl {
 
-// Dims of a head that a warp merges, and words of them: a lane has one, for a quarter of a span's chunks.
-constexpr int kWarpDims = kStepHeadPad / kWarps, kWarpWords = kWarpDims / 2;
-static_assert(4 * kWarpWords == 32 && kSpanChunks == 32 && 2 * TL_CHUNK_GROUP == kSpanChunks, "a span is a warp's lanes, and two groups");
+constexpr int kHeadSpan = kWarps * TL_CHUNK_GROUP;  // chunks that are merged at a time
+static_assert(kHeldChunks == 2 * kHeadSpan, "see run_attention");
 
 // Queries of a unit that one of its CTAs merges: every n_ranks-th, from `rank` on. Quads of dims, as attention_nbytes takes them, of the most.
 TL_BOTH int merged_heads(int n_queries, int rank, int n_ranks) { return (n_queries - rank + n_ranks - 1) / n_ranks; }
@@ -16,99 +15,100 @@ inline int merged_head_quads(int n_queries, int head_pad, int n_ranks) { return 
 
 #if TL_HOPPER
 
-// What a lane has of a head so far, and where it is kept between spans; and the finished head, turned as it is.
-struct HeadTotal {
-  float m, l, o[2];
-};
-TL_DEVICE float4 *kept_total(const AttentionMemory &m, int i, int head_pad) { return (float4 *)((uint8_t *)m.total() + i * 12 * head_pad); }
-TL_DEVICE float *turned_head(const AttentionMemory &m, int i, int head_pad) {
-  return (float *)((uint8_t *)m.total() + i * 12 * head_pad + 8 * head_pad);
+// Where a CTA keeps a head between spans: (O, m and l; head_pad); in the end O / l is in O's place, turned as it is.
+TL_DEVICE float *kept_head(const AttentionMemory &m, int i, int head_pad) { return m.total() + i * 3 * head_pad; }
+
+// A group's state where the warp that merged it leaves it: O, and m and l.
+constexpr int kGroupEntry = 31;  // among a warp's m.state(): behind those of chunks
+TL_DEVICE AttentionMemory of_warp(AttentionMemory m, int warp) {
+  m.warp = warp;
+  return m;
 }
 
-// Merges the span's chunks begin .. end - 1 of a warp's dims of a query into its total. Lanes are chunks where factors are found, as in
-// merge_span; then lane 8 q + i has word i of the dims for the eight chunks of quarter q. The groups go on side by side, each from its first
-// quarter to its second.
-TL_DEVICE void merge_head_span(HeadTotal &total, const AttentionMemory &m, const Handover &hand, const uint8_t *query, int word, int chunk_bytes,
-                               int begin, int end) {
-  constexpr int kGroup = TL_CHUNK_GROUP, kQuarter = kSpanChunks / 4;
-  const int lane = hand.lane(), first = begin / kSpanChunks * kSpanChunks, quarter = lane / kWarpWords;
+// Merges a query's chunks begin .. end - 1, of one group. By a warp: lanes are chunks where factors are found, as in merge_span, then words of
+// two dims, two of them each.
+TL_DEVICE void merge_group(const AttentionMemory &m, const Handover &hand, const uint8_t *query, int head_pad, int chunk_bytes, int begin, int end) {
+  constexpr int kGroup = TL_CHUNK_GROUP, kAtOnce = 4;
+  const int lane = hand.lane(), first = begin / kGroup * kGroup, place = lane % kGroup, skipped = begin - first, n = end - begin,
+            n_words = head_pad / 2;
   const uint64_t flag = state_flag(hand, first);
-  const uint8_t *const span = query + (int64_t)(first % kHeldChunks) * chunk_bytes;
-  const bool alive = first + lane >= begin && first + lane < end;
-  const int skipped = min(max(begin - first - quarter * kQuarter, 0), kQuarter), place = quarter * kQuarter + skipped;
-  const int n = max(min(end - first - quarter * kQuarter, kQuarter) - skipped, 0);
+  const uint8_t *const group = query + (int64_t)(first % kHeldChunks) * chunk_bytes;
+  const bool alive = place >= skipped && place < skipped + n;
+  const int word[2] = {lane < n_words ? lane * 16 : 0, lane + 32 < n_words ? lane * 16 + 512 : 0};  // some have none of their own
   float4 *const state = m.state();
-  uint64_t ml[1], data[kQuarter];
+  uint64_t ml[1];
   Flagged own_word[1];
-  const auto ml_at = [&](int) { return span + (int64_t)lane * chunk_bytes; };
-  const auto word_at = [&](int i) { return span + (int64_t)(place + i) * chunk_bytes + (1 + word) * 16; };
+  const auto ml_at = [&](int) { return group + (int64_t)place * chunk_bytes; };
   ask_words(own_word, alive, ml_at);
-  await_words(data, n, flag, word_at);
   await_words(ml, own_word, alive, flag, ml_at);
   const float own = alive ? low_float(ml[0]) : kMasked;
   float top = own;
 #pragma unroll
   for (int d = 1; d < kGroup; d *= 2) {
     const float other = __shfl_up_sync(0xffffffffu, top, d, kGroup);
-    if (lane % kGroup >= d) top = fmaxf(top, other);
+    if (place >= d) top = fmaxf(top, other);
   }
-  const float left = __shfl_up_sync(0xffffffffu, top, 1, kGroup);
-  const MergeFactors own_factors = merge_factors(lane % kGroup ? left : kMasked, own);
-  state[lane] = make_float4(alive ? high_float(ml[0]) : 0.0f, own_factors.earlier, own_factors.later, 0.0f);
+  const float left = __shfl_up_sync(0xffffffffu, top, 1, kGroup), group_m = __shfl_sync(0xffffffffu, top, kGroup - 1);
+  const MergeFactors own_factors = merge_factors(place ? left : kMasked, own);
+  if (lane < kGroup) state[lane] = make_float4(alive ? high_float(ml[0]) : 0.0f, own_factors.earlier, own_factors.later, 0.0f);
   __syncwarp();
-  float l = 0.0f, o[2] = {0.0f, 0.0f};
+  float l = 0.0f, o[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+  for (int some = 0; some < n; some += kAtOnce) {
+    uint64_t data[2 * kAtOnce];
+    const uint8_t *const from = group + (int64_t)(skipped + some) * chunk_bytes + 16;
+    await_words(data, 2 * min(n - some, kAtOnce), flag, [&](int i) { return from + (i / 2 * chunk_bytes + word[i % 2]); });
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const bool mine = quarter % 2 == half;
-    if (half) {
-      const float earlier[3] = {__shfl_up_sync(0xffffffffu, l, kWarpWords), __shfl_up_sync(0xffffffffu, o[0], kWarpWords),
-                                __shfl_up_sync(0xffffffffu, o[1], kWarpWords)};
-      if (mine) l = earlier[0], o[0] = earlier[1], o[1] = earlier[2];
-    }
-    if (half && end - first <= kQuarter) break;
-#pragma unroll
-    for (int i = 0; i < kQuarter; i++) {
-      const float4 f = state[min(place + i, kSpanChunks - 1)];
-      if (i >= n || !mine) continue;
+    for (int c = 0; c < kAtOnce; c++) {
+      if (some + c >= n) break;
+      const float4 f = state[skipped + some + c];
       l = merge_value(l, f.x, {f.y, f.z});
-      o[0] = merge_value(o[0], low_float(data[i]), {f.y, f.z});
-      o[1] = merge_value(o[1], high_float(data[i]), {f.y, f.z});
+      o[0] = merge_value(o[0], low_float(data[2 * c]), {f.y, f.z});
+      o[1] = merge_value(o[1], high_float(data[2 * c]), {f.y, f.z});
+      o[2] = merge_value(o[2], low_float(data[2 * c + 1]), {f.y, f.z});
+      o[3] = merge_value(o[3], high_float(data[2 * c + 1]), {f.y, f.z});
     }
   }
-#pragma unroll
-  for (int group = 0; group < kSpanChunks; group += kGroup) {
-    const int from = group / kQuarter * kWarpWords + kWarpWords + lane % kWarpWords;
-    const float group_m = __shfl_sync(0xffffffffu, top, group + kGroup - 1), group_l = __shfl_sync(0xffffffffu, l, from);
-    const float group_o[2] = {__shfl_sync(0xffffffffu, o[0], from), __shfl_sync(0xffffffffu, o[1], from)};
-    if (first + group >= end || first + group + kGroup <= begin || group_m == kMasked) continue;
-    const MergeFactors f = merge_factors(total.m, group_m);
-    total.l = merge_value(total.l, group_l, f);
-    total.o[0] = merge_value(total.o[0], group_o[0], f);
-    total.o[1] = merge_value(total.o[1], group_o[1], f);
-    total.m = fmaxf(total.m, group_m);
-  }
-  __syncwarp();
+  float2 *const to = (float2 *)m.o();
+  if (lane < n_words) to[lane] = make_float2(o[0], o[1]);
+  if (lane + 32 < n_words) to[lane + 32] = make_float2(o[2], o[3]);
+  if (lane == 0) state[kGroupEntry] = make_float4(group_m, l, 0.0f, 0.0f);
 }
 
-// The span of all heads that the CTA merges; after the last one O / l is in turned_head.
+// The span of all heads that the CTA merges: a warp a group, then a thread a dim of all groups in order. After the last span O / l is in
+// kept_head, once the CTA's threads have met.
 TL_DEVICE void merge_heads(const AttentionShape &shape, const Unit &u, const MergeShare &share, const AttentionMemory &m, const Handover &hand,
                            int begin, int end, bool is_first, bool is_last) {
-  const int head_pad = shape.head_pad, lane = hand.lane(), word = hand.warp() * kWarpWords + lane % kWarpWords;
-  if (hand.warp() * kWarpDims >= head_pad) return;
+  const int head_pad = shape.head_pad, dim = hand.thread, span = begin / kHeadSpan * kHeadSpan, own = span + hand.warp() * TL_CHUNK_GROUP;
 #pragma unroll 1
   for (int i = 0; i < share.n_mine; i++) {
-    float4 *const kept = kept_total(m, i, head_pad) + word;
-    HeadTotal total = {kMasked, 0.0f, {0.0f, 0.0f}};
-    if (!is_first) total = {kept->x, kept->y, {kept->z, kept->w}};
-    merge_head_span(total, m, hand, u.states + (share.first + i * shape.n_ranks) * u.query_bytes, word, u.chunk_bytes, begin, end);
-    if (lane >= kWarpWords) continue;
-    if (!is_last) {
-      *kept = make_float4(total.m, total.l, total.o[0], total.o[1]);
-      continue;
+    const uint8_t *const query = u.states + (share.first + i * shape.n_ranks) * u.query_bytes;
+    if (own < end && own + TL_CHUNK_GROUP > begin)
+      merge_group(m, hand, query, head_pad, u.chunk_bytes, max(begin, own), min(end, own + TL_CHUNK_GROUP));
+    meet();
+    if (dim < head_pad) {
+      float *const kept = kept_head(m, i, head_pad);
+      Total total = {kMasked, 0.0f, 0.0f};
+      if (!is_first) total = {kept[head_pad + dim], kept[2 * head_pad + dim], kept[dim]};
+#pragma unroll 1
+      for (int group = 0; group < kWarps; group++) {
+        const int first = span + group * TL_CHUNK_GROUP;
+        if (first >= end || first + TL_CHUNK_GROUP <= begin) continue;
+        const AttentionMemory left = of_warp(m, group);
+        const float4 ml = left.state()[kGroupEntry];
+        if (ml.x == kMasked) continue;
+        const MergeFactors f = merge_factors(total.m, ml.x);
+        total.l = merge_value(total.l, ml.y, f);
+        total.o = merge_value(total.o, ((const float *)left.o())[dim], f);
+        total.m = fmaxf(total.m, ml.x);
+      }
+      if (is_last) {
+        kept[dim] = total.l != 0.0f ? total.o * (1.0f / total.l) : 0.0f;
+      } else {
+        kept[dim] = total.o, kept[head_pad + dim] = total.m, kept[2 * head_pad + dim] = total.l;
+      }
     }
-    const float inverse = 1.0f / total.l;
-    ((float2 *)turned_head(m, i, head_pad))[word] =
-        total.l != 0.0f ? make_float2(total.o[0] * inverse, total.o[1] * inverse) : make_float2(0.0f, 0.0f);
+    if (!is_last || i + 1 < share.n_mine) meet();
   }
 }
 
@@ -124,7 +124,7 @@ TL_DEVICE void hand_heads(const StepAttention &t, const AttentionHead &h, const 
   for (int i = hand.warp(); i < share.n_mine; i += kWarps) {
     const int column = (u.first_head + share.first + i * shape.n_ranks) * head_dim + lane * 4;
     float x[4];
-    load_dims(x, turned_head(m, i, shape.head_pad), shape.head_pad, lane);
+    load_dims(x, kept_head(m, i, shape.head_pad), shape.head_pad, lane);
     turn_head(x, shape.turn, shape.turn_scale, lane);
     if (lane * 4 < head_dim) hand_on(column, pack_pair(h.out_dtype, x[0], x[1]), pack_pair(h.out_dtype, x[2], x[3]));
     if (lane * 4 != head_dim - 4 || column + 4 != q_dim) continue;
