@@ -6,6 +6,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
+
+for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+    pytest.importorskip(package)
+
 from engine_runs import ask, plain, prompt, run
 from serving import NAME, server_here, tiny_model
 from serving import ask as ask_http
