@@ -38,6 +38,8 @@ struct AttentionMemory {
 
 // Quads of a unit that each of its CTAs merges.
 TL_BOTH int merged_quads(int n_queries, int head_dim, int n_ranks) { return (n_queries * head_dim / 4 + n_ranks - 1) / n_ranks; }
+// Of codes, queries of a unit that one of its CTAs merges: every n_ranks-th, from `rank` on (step_merge_codes.cuh).
+TL_BOTH int merged_heads(int n_queries, int rank, int n_ranks) { return (n_queries - rank + n_ranks - 1) / n_ranks; }
 
 inline int attention_nbytes(const AttentionShape &shape) { return AttentionMemory::kTotal + 12 * shape.n_quads * 4; }
 
@@ -85,7 +87,7 @@ struct MergeShare {
 };
 template <class Kv>
 TL_DEVICE MergeShare merge_share(const AttentionShape &shape, const Unit &u) {
-  if (Kv::kQuantised) return {(u.n_queries - u.rank + shape.n_ranks - 1) / shape.n_ranks, u.rank};  // heads: see step_merge_codes.cuh
+  if (Kv::kQuantised) return {merged_heads(u.n_queries, u.rank, shape.n_ranks), u.rank};
   const int n_quads = merged_quads(u.n_queries, shape.head_dim, shape.n_ranks), first = u.rank * n_quads;
   return {min(n_quads, u.n_queries * (shape.head_dim / 4) - first), first};
 }

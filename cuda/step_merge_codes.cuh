@@ -9,8 +9,7 @@ namespace tl {
 constexpr int kHeadSpan = kWarps * TL_CHUNK_GROUP;  // chunks that are merged at a time
 static_assert(kHeldChunks == 2 * kHeadSpan, "see run_attention");
 
-// Queries of a unit that one of its CTAs merges: every n_ranks-th, from `rank` on. Quads of dims, as attention_nbytes takes them, of the most.
-TL_BOTH int merged_heads(int n_queries, int rank, int n_ranks) { return (n_queries - rank + n_ranks - 1) / n_ranks; }
+// Quads of dims, as attention_nbytes takes them, of the most heads that a CTA merges.
 inline int merged_head_quads(int n_queries, int head_pad, int n_ranks) { return merged_heads(n_queries, 0, n_ranks) * head_pad / 4; }
 
 #if TL_HOPPER

@@ -63,7 +63,7 @@ TL_DEVICE void take_quads(float4 (&v)[kStepQuads], const Handover &hand, const C
               hand.quad(1) < n   ? 4
               : hand.quad(0) < n ? 2
                                  : 0,
-              hand.flag - c.back, [&](int i) { return from + i / 2 * (kThreads * 32) + i % 2 * 512; });
+              hand.flag - c.back, [&](int i) { return from + i / 2 * (kThreads * 32) + row_word_at(i % 2); });
 #pragma unroll
   for (int j = 0; j < kStepQuads; j++) v[j] = quad_from(data + 2 * j);
 }
@@ -74,7 +74,7 @@ TL_DEVICE void hand_quads(const Handover &hand, const Channel &c, const float4 (
     if (hand.quad(j) >= n) break;
     uint8_t *to = c.words + row_word_at(hand.quad(j) / 2);
     store_flagged(to, two_floats(v[j].x, v[j].y), hand.flag);
-    store_flagged(to + 512, two_floats(v[j].z, v[j].w), hand.flag);
+    store_flagged(to + row_word_at(1), two_floats(v[j].z, v[j].w), hand.flag);
   }
 }
 

@@ -78,7 +78,7 @@ void wait_copies(int pending);
 void barrier_init(uint64_t *barrier, int n_arrivals);
 void barrier_arrive(uint64_t *barrier, int nbytes);
 void barrier_wait(uint64_t *barrier, int parity);
-extern volatile uint8_t fetched;
+extern volatile uint8_t fetched;  // what fetch_bulk has looked at
 void barrier_copy(void *to, const void *from, int nbytes, uint64_t *barrier);
 
 uint16_t bf16_of(float x);
