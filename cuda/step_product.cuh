@@ -159,6 +159,17 @@ TL_DEVICE void sum_part(float (&d)[Chunks<W>::kChunks][4], const StepProduct &t,
   }
 }
 
+// Leaves an item's sums and goes to the warp's next one.
+template <class W>
+TL_DEVICE void leave_item(const float (&d)[Chunks<W>::kChunks][4], const Ring &ring, Items &items, int begin, float *sums, int stride, int lane) {
+  const int chunk = items.part * Chunks<W>::kChunks;
+  float *to = sums + (items.panel - begin) * kPanelRows * stride + chunk;
+#pragma unroll
+  for (int c = 0; c < Chunks<W>::kChunks; c++)
+    if (lane % 4 == 0 && chunk + c < items.n_chunks) to[c] = d[c][0], to[8 * stride + c] = d[c][2];
+  items.advance(kWarps, ring);
+}
+
 // This warp's items of the panels before `end`: the sums of their chunks, those of panel `begin` first in `sums`.
 template <class W>
 TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, int begin, int end, int first_panel, float *sums, int stride, int lane,
@@ -173,14 +184,9 @@ TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, i
       C::multiply(d, left, right + items.part * C::kBlocks * 32);
     else
       sum_part<W>(d, t, items, left, right, first_panel);
-    const int chunk = items.part * C::kChunks;
-    float *to = sums + (items.panel - begin) * kPanelRows * stride + chunk;
-#pragma unroll
-    for (int c = 0; c < C::kChunks; c++)
-      if (lane % 4 == 0 && chunk + c < items.n_chunks) to[c] = d[c][0], to[8 * stride + c] = d[c][2];
     __syncwarp();
     if (lane == 0) ring.free(items.at, kArrivals);
-    items.advance(kWarps, ring);
+    leave_item<W>(d, ring, items, begin, sums, stride, lane);
   }
 }
 
@@ -194,12 +200,26 @@ TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepM
   Output o = output_of(t, h, m, hand, share, 0);
   float *const sums = m.partial + lane / 4 * o.stride;
   int begin = 0, end = min(h.round_panels, share.n_panels);
+  // Weights of the warp's first item that are there come to registers while it waits: memory goes on, and only products are left then.
+  HeldChunks<W> held = {};
+  bool holds = false;
+  if (items.panel < end && !groups && items.n_blocks - items.part * Chunks<W>::kBlocks >= Chunks<W>::kBlocks && ring.is_there(items.at)) {
+    held.load(ring.address(items.at) + lane * W::kLaneBytes);
+    __syncwarp();
+    if (lane == 0) ring.free(items.at, kArrivals);
+    holds = true;
+  }
   if (h.n_ops)
     run_step_program<typename W::Op>(t, h, m, hand);
   else
     take_operand(t, h, m, hand);
   meet();
   if (o.stride != h.n_chunks) clear_rest(o, h);
+  if (holds) {
+    float d[Chunks<W>::kChunks][4] = {};
+    held.multiply(d, right + items.part * Chunks<W>::kBlocks * 32);
+    leave_item<W>(d, ring, items, 0, sums, o.stride, lane);
+  }
   sum_items<W>(t, ring, items, 0, end, share.first_panel, sums, o.stride, lane, right, groups);
   meet();
   if (first_unit < end) finish<W::kInt8>(o, t, h, hand);

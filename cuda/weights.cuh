@@ -14,6 +14,12 @@ struct FloatWeights {
   static constexpr int kBlockBytes = 512;
   static constexpr int kLaneBytes = 16;  // a lane's address in a block is block + lane * kLaneBytes
   TL_DEVICE void load(uint32_t (&a)[4], shared_t lane_address) { ldmatrix4(a, lane_address); }
+  static constexpr int kLaneWords = 4;  // of a block
+  TL_DEVICE void load_words(uint32_t (&words)[4], shared_t lane_address) { ldmatrix4(words, lane_address); }
+  TL_DEVICE void widen_words(uint32_t (&a)[4], const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = words[i];
+  }
 };
 
 // int8 values become bfloat16 by one multiply-add: u = q + 128, alone in a word, reads as u 2^-133, as subnormal and the first normal numbers
@@ -27,12 +33,21 @@ struct Int8Weights {
     return multiply_add_bf16(select_bytes(bytes, 0, 0x4240u + 0x0101u * half), 0x7f007f00u, 0xc000c000u);
   }
   static constexpr int kLaneBytes = 8;
-  TL_DEVICE void load(uint32_t (&a)[4], shared_t lane_address) {
+  static constexpr int kLaneWords = 2;
+  TL_DEVICE void load_words(uint32_t (&words)[2], shared_t lane_address) {
     const uint2 q = load_shared8(lane_address);
-    a[0] = widen(q.x, 0);
-    a[1] = widen(q.x, 1);
-    a[2] = widen(q.y, 0);
-    a[3] = widen(q.y, 1);
+    words[0] = q.x, words[1] = q.y;
+  }
+  TL_DEVICE void widen_words(uint32_t (&a)[4], const uint32_t (&words)[2]) {
+    a[0] = widen(words[0], 0);
+    a[1] = widen(words[0], 1);
+    a[2] = widen(words[1], 0);
+    a[3] = widen(words[1], 1);
+  }
+  TL_DEVICE void load(uint32_t (&a)[4], shared_t lane_address) {
+    uint32_t words[2];
+    load_words(words, lane_address);
+    widen_words(a, words);
   }
   // The upper (half 0) or lower eight rows of two panels' blocks, one above the other.
   TL_DEVICE void load_halves(uint32_t (&a)[4], shared_t upper, shared_t lower, int half) {
@@ -95,6 +110,36 @@ struct Chunks {
       for (int i = 0; i < kRun; i++)
 #pragma unroll
         for (int k = 0; k < kChunks; k++) W::Op::mma(d[k], a[i][k], b[i][k].x, b[i][k].y);
+    }
+  }
+};
+
+// The same with weights that a warp has in registers, from before the row was there.
+template <class W>
+struct HeldChunks {
+  static constexpr int kChunks = Chunks<W>::kChunks;
+  uint32_t words[kChunks * kChunkBlocks][W::kLaneWords];
+  TL_DEVICE_MEMBER void load(shared_t left) {
+#pragma unroll
+    for (int i = 0; i < kChunks * kChunkBlocks; i++) W::load_words(words[i], left + i * W::kBlockBytes);
+  }
+  TL_DEVICE_MEMBER void multiply(float (&d)[kChunks][4], shared_t right) const {
+    constexpr int kRun = kChunkBlocks / 2 / kChunks;
+#pragma unroll
+    for (int first = 0; first < kChunkBlocks; first += kRun) {
+      uint2 b[kRun][kChunks];
+#pragma unroll
+      for (int i = 0; i < kRun; i++)
+#pragma unroll
+        for (int k = 0; k < kChunks; k++) b[i][k] = load_shared8(right + (k * kChunkBlocks + first + i) * 32);
+#pragma unroll
+      for (int i = 0; i < kRun; i++)
+#pragma unroll
+        for (int k = 0; k < kChunks; k++) {
+          uint32_t a[4];
+          W::widen_words(a, words[k * kChunkBlocks + first + i]);
+          W::Op::mma(d[k], a, b[i][k].x, b[i][k].y);
+        }
     }
   }
 };
