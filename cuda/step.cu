@@ -29,17 +29,20 @@ namespace {
 constexpr int kStepThreads = kThreads + 128;  // and four warps, of which one streams; they give their registers to the others
 constexpr int kMinSlots = kTeamsOfCta * kPagesOfChunk, kMaxTasks = 1024;
 constexpr int kMinTasks = 8;  // fewer do not pay
+// With fewer slots no warp looks for weights right behind an attention, which it may have left before the others. The farthest ahead is the first
+// warp of the last team: its item, the seventh of the product, lies behind all chunks of the teams, of which it has waited for the second page of
+// the first one. As many slots before that page all are free, so that the item's slot is not two uses behind (see Ring).
+constexpr int kHoldSlots = kTeamsOfCta * kPagesOfChunk + (kWarps - kWarpsOfTeam) - (kPagesOfWarp - 1);
 // Slots that a CTA asks for before they are there. More would not make memory faster, but the words that CTAs wait for would queue behind them.
 constexpr int kInFlight = 5, kInFlightInt8 = 4;
-constexpr int kMaxInFlight = 12;  // as many bytes of small pages; fewer than there are slots
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
-static_assert(kMinSlots >= kWarps && kMinSlots > kMaxInFlight, "see Ring");
+static_assert(kMinSlots >= kWarps && kMinSlots > kInFlight, "see Ring");
 
 struct StepArgs {
   const StepTask *tasks;
   StepOrder order;
   Rows rows;  // whose step it is: not in the tasks, which rows share
-  int32_t n_slots, in_flight, more_pages;  // more_pages: in flight, than of weights
+  int32_t n_slots, in_flight;
   uint32_t slots_inverse;
   AttentionShape shape;
   int32_t n_angles;  // cosines and sines of the row's position, where attention has them in shared memory
@@ -69,8 +72,7 @@ TL_DEVICE void stream_step(const StepArgs &a, Requests requests, const TaskRing 
     if (!t.attends)
       request_weights(requests, t.product);
     else
-      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.head.window), table_of(a, tables, t.attention, round),
-                    a.more_pages);
+      request_pages(requests, t.attention, a.shape, cta, keys_of(pos, t.attention.head.window), table_of(a, tables, t.attention, round));
     a.order.next(task, round);
     if (asked >= a.order.n_tasks) continue;
     held.request(n + kTasksAhead, a.tasks + asked);
@@ -115,6 +117,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   Handover hand{0, (uint64_t)*step << kTaskBits};
   RingPlace place;
   int task = 0, round = 0;
+  bool may_hold = true;
 #pragma unroll 1
   for (uint32_t n = 0; task < a.order.n_tasks; n++) {
     const StepTask &t = held.wait(n);
@@ -127,7 +130,8 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
     if (t.attends)
       run_attention<Kv>(t.attention, a.shape, cta, memory, a.states, hand, ring, place, pos, table_of(a, tables, t.attention, round), settle);
     else
-      run_product(t.product, memory, hand, ring, place, settle);
+      run_product(t.product, memory, hand, ring, place, may_hold, settle);
+    may_hold = !t.attends || ring.n_slots >= kHoldSlots;
     a.order.next(task, round);
   }
 }
@@ -213,8 +217,6 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   StepArgs a = {};
   a.in_flight = kInFlight;
   a.shape = shape_of(plan, n_ctas);
-  const int page = k_page_nbytes(plan.desc.kv_dtype, plan.head_pad) + v_page_nbytes(plan.desc.kv_dtype, plan.head_pad);
-  a.more_pages = is_quantised(plan.desc.kv_dtype) ? std::max(0, std::min(kInFlight * kSlotBytes / page, kMaxInFlight) - kInFlight) : 0;
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
       if (t.product.head.dtype == TL_INT8) a.in_flight = kInFlightInt8;

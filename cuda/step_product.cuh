@@ -190,24 +190,25 @@ TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, i
   }
 }
 
-// The CTA's share of a product, its weights of type W. `settle` is called when all threads are in this task.
+// The CTA's share of a product, its weights of type W. `settle` is called when all threads are in this task. `may_hold`: whether a warp may look
+// for its first item before all threads are here, see kHoldSlots.
 template <class W, class Settle>
 TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepMemory &m, const Handover &hand, const Ring &ring,
-                         const CtaShare &share, Items &items, const Settle &settle) {
+                         const CtaShare &share, Items &items, bool may_hold, const Settle &settle) {
   const int lane = hand.lane(), first_unit = hand.warp() * 2 * h.unit_panels;  // a warp finishes two
   const bool groups = W::kInt8 && h.groups;
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
   Output o = output_of(t, h, m, hand, share, 0);
   float *const sums = m.partial + lane / 4 * o.stride;
   int begin = 0, end = min(h.round_panels, share.n_panels);
-  // Weights of the warp's first item that are there come to registers while it waits: memory goes on, and only products are left then.
+  // The warp's first item comes to registers where it is there: the ring has room again while the CTA waits for its row.
   HeldChunks<W> held = {};
-  bool holds = false;
-  if (items.panel < end && !groups && items.n_blocks - items.part * Chunks<W>::kBlocks >= Chunks<W>::kBlocks && ring.is_there(items.at)) {
+  const bool is_whole = items.panel < end && !groups && items.n_blocks - items.part * Chunks<W>::kBlocks >= Chunks<W>::kBlocks;
+  const bool holds = may_hold && is_whole && ring.is_there(items.at);
+  if (holds) {
     held.load(ring.address(items.at) + lane * W::kLaneBytes);
     __syncwarp();
     if (lane == 0) ring.free(items.at, kArrivals);
-    holds = true;
   }
   if (h.n_ops)
     run_step_program<typename W::Op>(t, h, m, hand);
@@ -238,7 +239,8 @@ TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepM
 }
 
 template <class Settle>
-TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Handover &hand, const Ring &ring, RingPlace &base, const Settle &settle) {
+TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Handover &hand, const Ring &ring, RingPlace &base, bool may_hold,
+                           const Settle &settle) {
   ProductHead h;
   load_at_once(h, t.head);
   const CtaShare share = share_of(h, blockIdx.x);
@@ -250,11 +252,11 @@ TL_DEVICE void run_product(const StepProduct &t, const StepMemory &m, const Hand
   items.advance(hand.warp(), ring);
   base.advance(share.n_panels * h.n_items, ring.n_slots, ring.inverse);
   if (h.dtype == TL_BF16)
-    run_share<FloatWeights<Bf16>>(t, h, m, hand, ring, share, items, settle);
+    run_share<FloatWeights<Bf16>>(t, h, m, hand, ring, share, items, may_hold, settle);
   else if (h.dtype == TL_INT8)
-    run_share<Int8Weights>(t, h, m, hand, ring, share, items, settle);
+    run_share<Int8Weights>(t, h, m, hand, ring, share, items, may_hold, settle);
   else
-    run_share<FloatWeights<F16>>(t, h, m, hand, ring, share, items, settle);
+    run_share<FloatWeights<F16>>(t, h, m, hand, ring, share, items, may_hold, settle);
 }
 
 #endif

@@ -68,11 +68,6 @@ struct Requests {
   uint32_t asked;                // clock at the last request of either kind
   TL_DEVICE_MEMBER Requests(const Ring &ring, int in_flight, uint64_t policy)
       : ring(ring), left(in_flight), policy(policy), fetched(nullptr), end(nullptr), asked(0) {}
-  TL_DEVICE_MEMBER void allow(int n) { left += n; }  // more, until as many are taken back
-  TL_DEVICE_MEMBER void take_back(int n) {
-    for (; n > left; n--) await_one();
-    left -= n;
-  }
   TL_DEVICE_MEMBER void await_one() {
     barrier_wait(ring.full + arrives.slot * 8, arrives.parity);
     arrives.next(ring.n_slots);
@@ -140,38 +135,27 @@ TL_DEVICE void request_weights(Requests &requests, const StepProduct &p) {
     for (int begin = 0; begin < panel_bytes; begin += item_bytes) requests.request(panel + begin, min(item_bytes, panel_bytes - begin));
 }
 
-// The pages that the CTA's chunks read, chunk by chunk; `more`: how many more slots than otherwise may be on their way, where pages are small.
+// The pages that the CTA's chunks read, chunk by chunk.
 TL_DEVICE void request_pages(Requests &requests, const StepAttention &a, const AttentionShape &shape, const CtaPlace &cta, const Keys &keys,
-                             const int32_t *table, int more) {
+                             const int32_t *table) {
   const KvLayer &kv = a.attend.place.kv;
   const KeyChunks chunks = chunks_of(keys);
   requests.end = nullptr;
-  int page[kPagesOfChunk] = {}, n;
-  const auto look_up = [&](int chunk) {
-    const PagesRead read = pages_of(keys, chunk);
-    n = chunk < chunks.end ? read.n : 0;
-#pragma unroll
-    for (int j = 0; j < kPagesOfChunk; j++)
-      if (j < n) page[j] = table[chunk * kPagesOfChunk + read.first + j];
-  };
-  requests.allow(more);
 #pragma unroll 1
   for (int unit = cta.unit; unit < shape.n_units; unit += shape.n_strides) {
     const int kv_head = unit < shape.n_kv_heads ? unit : unit % shape.n_kv_heads;
-    look_up(chunks.first + cta.rank);
 #pragma unroll 1
     for (int chunk = chunks.first + cta.rank; chunk < chunks.end; chunk += shape.n_ranks) {
-      const int now[kPagesOfChunk] = {page[0], page[1], page[2], page[3]}, n_now = n;
-      static_assert(kPagesOfChunk == 4, "all of a chunk's pages");
-      look_up(chunk + shape.n_ranks);  // pages' numbers take their time: those of the next chunk, before these are asked for
+      const PagesRead read = pages_of(keys, chunk);
+      const int32_t *const numbers = table + chunk * kPagesOfChunk + read.first;
+      int page[kPagesOfChunk];  // all numbers are read at once
 #pragma unroll
-      for (int j = 0; j < kPagesOfChunk; j++) {
-        if (j >= n_now) break;
-        requests.request(k_of(kv, now[j], kv_head), kv.k_nbytes + kv.v_nbytes);
-      }
+      for (int j = 0; j < kPagesOfChunk; j++) page[j] = j < read.n ? numbers[j] : 0;
+#pragma unroll
+      for (int j = 0; j < kPagesOfChunk; j++)
+        if (j < read.n) requests.request(k_of(kv, page[j], kv_head), kv.k_nbytes + kv.v_nbytes);
     }
   }
-  requests.take_back(more);
 }
 
 #endif
