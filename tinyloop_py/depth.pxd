@@ -2,7 +2,7 @@ from libc.stdint cimport int32_t
 
 from .engine cimport Engine
 from .hidden_rows cimport HiddenRows
-from .sequence cimport KvPrefix
+from .kv_prefix cimport KvPrefix
 
 
 cdef HiddenRows new_rows(Engine engine, int n_tokens, HiddenRows like)

@@ -1,7 +1,7 @@
 from typing_extensions import Self, disjoint_base
 
 from .engine import Engine
-from .sequence import KvPrefix
+from .kv_prefix import KvPrefix
 
 @disjoint_base
 class _Further:

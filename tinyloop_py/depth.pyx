@@ -15,7 +15,8 @@ from .abi cimport (
 )
 from .engine cimport Engine
 from .hidden_rows cimport HiddenRows
-from .sequence cimport KvPrefix, Sequence, Span
+from .kv_prefix cimport KvPrefix, Span
+from .sequence cimport Sequence
 
 cdef int PAGE = TL_PAGE_POSITIONS
 

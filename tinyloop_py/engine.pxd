@@ -4,7 +4,8 @@ from .abi cimport tl_batch
 from .hidden_rows cimport HiddenRows
 from .plan cimport Plan
 from .runner cimport Runner
-from .sequence cimport KvPrefix, Sequence
+from .kv_prefix cimport KvPrefix
+from .sequence cimport Sequence
 
 
 cdef class Engine:

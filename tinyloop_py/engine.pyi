@@ -4,9 +4,9 @@ from typing_extensions import Self, disjoint_base
 
 from .config import ModelConfig
 from .hidden_rows import HiddenRows
+from .kv_prefix import KvPrefix
 from .plan import Plan
 from .runner import Runner
-from .sequence import KvPrefix
 
 _Int32 = memoryview | npt.NDArray[np.int32]
 

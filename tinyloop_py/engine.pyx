@@ -24,7 +24,8 @@ from .hidden_rows cimport HiddenRows
 from .plan cimport Plan
 from .runner cimport Runner
 from .sampling cimport Sampling
-from .sequence cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Sequence
+from .kv_prefix cimport PAGES_KV, PAGES_OPERANDS, KvPrefix
+from .sequence cimport Sequence
 
 
 cdef class Engine:

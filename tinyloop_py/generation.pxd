@@ -6,7 +6,8 @@ from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
 from .runner cimport Stepper
 from .sampling cimport Sampling
-from .sequence cimport KvPrefix, Sequence
+from .kv_prefix cimport KvPrefix
+from .sequence cimport Sequence
 
 
 cdef class Generation:

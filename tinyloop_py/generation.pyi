@@ -3,10 +3,10 @@ import numpy.typing as npt
 from typing_extensions import Self, disjoint_base
 
 from .engine import Engine
+from .kv_prefix import KvPrefix
 from .pool import PrefixPool
 from .runner import Stepper
 from .sampling import Sampling
-from .sequence import KvPrefix
 
 @disjoint_base
 class Generation:

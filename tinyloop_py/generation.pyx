@@ -11,7 +11,7 @@ from .engine cimport Engine
 from .pool cimport PrefixPool
 from .runner cimport Runner, Stepper
 from .sampling cimport Sampling
-from .sequence cimport KvPrefix
+from .kv_prefix cimport KvPrefix
 
 from .errors import OutOfMemoryError
 

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .engine import Engine
-from .sequence import KvPrefix
+from .kv_prefix import KvPrefix
 from .tensor_file import NUMPY_TYPES as NUMPY_TYPES
 
 def export_kv(engine: Engine, prefix: KvPrefix) -> dict[int, tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]: ...

@@ -5,7 +5,7 @@ import numpy as np
 from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
 from .engine cimport Engine
 from .kv_transfer cimport canonical_page, export_pages
-from .sequence cimport KvPrefix, Span
+from .kv_prefix cimport KvPrefix, Span
 
 from .tensor_file import NUMPY_TYPES
 

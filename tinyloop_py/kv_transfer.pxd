@@ -1,5 +1,5 @@
 from .engine cimport Engine
-from .sequence cimport Span
+from .kv_prefix cimport Span
 
 
 cdef dict canonical_page(Engine engine, int stage, int kind)

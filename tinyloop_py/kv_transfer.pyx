@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, uint64_t
 
 from .abi cimport TL_BF16, TL_F16, TL_F32, TL_PAGE_POSITIONS, TL_STAGE_CORE
 from .engine cimport Engine
-from .sequence cimport PAGES_OPERANDS, Span
+from .kv_prefix cimport PAGES_OPERANDS, Span
 
 CANONICAL = {TL_F32: ("F32", 4), TL_BF16: ("BF16", 2), TL_F16: ("F16", 2)}
 

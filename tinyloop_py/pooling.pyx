@@ -6,7 +6,7 @@ from .generation cimport Generation
 from .loaded_model cimport LoadedModel
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
-from .sequence cimport KvPrefix
+from .kv_prefix cimport KvPrefix
 from .tokens cimport c_check_vocab, own_tokens
 
 from .errors import OutOfMemoryError

@@ -14,8 +14,8 @@ from .saved_prefixes import save_prefixes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from .kv_prefix import KvPrefix
     from .loaded_model import LoadedModel
-    from .sequence import KvPrefix
 
 
 class PrefixCache:

@@ -5,8 +5,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
+from .kv_prefix import KvPrefix
 from .resume_report import ResumeStats
-from .sequence import KvPrefix
 
 @final
 class ResumeHandle:

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t
 from .arguments cimport int_argument
 from .depth cimport deepen, new_rows, shallow
 from .hidden_rows cimport HiddenRows
-from .sequence cimport KvPrefix
+from .kv_prefix cimport KvPrefix
 
 from .resume_report import ResumeStats
 

@@ -13,7 +13,8 @@ from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
 from .resume_handle cimport ResumeHandle
 from .sampling cimport Sampling
-from .sequence cimport KvPrefix, Sequence
+from .kv_prefix cimport KvPrefix
+from .sequence cimport Sequence
 
 from .errors import OutOfMemoryError
 

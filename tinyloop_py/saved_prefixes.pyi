@@ -4,9 +4,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .atomic_file import PathLike
+from .kv_prefix import KvPrefix
 from .loaded_model import LoadedModel
 from .saved_contents import Contents
-from .sequence import KvPrefix
 
 _Prefix = tuple[npt.NDArray[np.int32], KvPrefix]
 

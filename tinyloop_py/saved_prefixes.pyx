@@ -17,7 +17,7 @@ from .engine cimport Engine
 from .kv_transfer cimport canonical_page, export_pages, import_pages
 from .loaded_model cimport LoadedModel
 from .pages cimport KvStore
-from .sequence cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Span
+from .kv_prefix cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Span
 from .tokens cimport c_check_vocab
 
 from .errors import FormatError

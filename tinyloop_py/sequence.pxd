@@ -1,33 +1,7 @@
 from libc.stdint cimport int32_t, int64_t
 
+from .kv_prefix cimport KvPrefix, Span
 from .pages cimport KvStore
-
-
-cdef enum:  # what a page holds
-    PAGES_KV = 0
-    PAGES_OPERANDS = 1
-
-
-cdef class Span:
-    cdef KvStore store
-    cdef int kind
-    cdef int first_page, n_pages, first_stage, n_stages
-    cdef int32_t *pages                 # (n_stages, n_pages), -1 where there is none
-    cdef readonly int64_t nbytes
-
-    cdef int32_t page(self, int stage, int index) noexcept
-
-
-cdef class KvPrefix:
-    cdef readonly KvStore store
-    cdef readonly int n_tokens, loops, window
-    cdef int kind
-    cdef readonly tuple spans           # full pages, in order of their ends; of two for a page, the later counts
-    cdef readonly Span tail             # the partly filled last page, or None
-    cdef readonly object final_x        # float32 (dim,): the last token's x before the final norm
-    cdef readonly object boundary_x     # float32 (loops, dim): its x after every loop
-
-    cdef int fill(self, int32_t *table, int n_stages, int stride) except -1
 
 
 cdef class Sequence:

@@ -14,8 +14,8 @@ from .errors import ServeError, engine_down
 from .requests import GenerationRequest, Piece, Stream
 
 if TYPE_CHECKING:
+    from ..kv_prefix import KvPrefix
     from ..pool import PrefixPool
-    from ..sequence import KvPrefix
     from .output import RunningOutput
     from .steps import PrefixBuild
 

@@ -15,8 +15,8 @@ from ..pool import PrefixPool
 
 if TYPE_CHECKING:
     from ..generation import Generation
+    from ..kv_prefix import KvPrefix
     from ..model import Model
-    from ..sequence import KvPrefix
     from .requests import GenerationRequest
 
 
