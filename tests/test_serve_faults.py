@@ -329,14 +329,12 @@ def test_an_engine_with_a_stuck_turn_may_be_closed_twice(model, held):
 
 
 def test_a_registration_whose_end_a_failed_turn_lost_is_told(model, monkeypatch):
-    step, pool = Runner._step, tl.PrefixPool(4)
+    pool = tl.PrefixPool(4)
 
-    def fail_at_the_end(runner, result):
-        step(runner, result)
-        if result.prefixes:
-            raise RuntimeError("injected")
+    def fail_at_the_end(*arguments):
+        raise RuntimeError("injected")
 
-    monkeypatch.setattr(Runner, "_step", fail_at_the_end)
+    monkeypatch.setattr(Runner, "_end_task", fail_at_the_end)
     monkeypatch.setattr("tinyloop_py.serve.runner.STRETCH_SECONDS", 0.0)  # it was begun by a call before
 
     async def work(engine):

@@ -56,7 +56,7 @@ class Turns:
 
     def stretch(self, jobs, tasks=()):
         self.handed.clear()
-        self.report(self.runner.stretch(list(jobs), list(tasks), lambda: None, self.report))
+        self.runner.stretch(list(jobs), list(tasks), lambda: None, self.report)
         return self.handed
 
 
@@ -211,7 +211,7 @@ def test_a_silent_stream_is_kept_open():
             await asyncio.sleep(0.01)
         yield DONE
 
-    bodies = sent(events, ping_seconds=0.0)
+    bodies = sent(events, patience=0.0, ping_seconds=0.0)
     assert bodies[-1] == (DONE, False) and set(bodies[:-1]) == {(PING, True)}
 
 
