@@ -10,6 +10,7 @@ import httptools
 from .errors import ServeError
 
 MAX_HEAD_BYTES = 32 << 10
+PART_BYTES = 8 << 10  # of a chunked body, that are looked at together
 
 
 def bad_http(message: str = "Invalid HTTP request received.", status: int = 400) -> ServeError:
@@ -159,13 +160,20 @@ class ChunkedBody:
 
     def feed(self, data: bytes) -> None:
         """Take what comes; ServeError where it is wrong."""
+        for at in range(0, len(data), PART_BYTES):
+            if self.whole:
+                self._parsed.overrun = True
+                return
+            self._feed(data[at : at + PART_BYTES])
+
+    def _feed(self, part: bytes) -> None:
         n = len(self.data)
         try:
-            self._parser.feed_data(data)
+            self._parser.feed_data(part)
         except httptools.HttpParserError:
             if not self.whole:
                 raise bad_http() from None
             self._parsed.overrun = True
-        self._n_beside = 0 if len(self.data) > n else self._n_beside + len(data)
+        self._n_beside = 0 if len(self.data) > n else self._n_beside + len(part)
         if self._n_beside > MAX_HEAD_BYTES and not self.whole:
             raise bad_http("A chunked body has too much beside its chunks.")

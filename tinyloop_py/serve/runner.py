@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinyloop.serve")
 STRETCH_SECONDS = 0.05  # then whoever waits for the engine's lock has his turn
-HOLD_SECONDS = 0.01  # so long a token that is not an output's first waits at most for those of the next turns
+HOLD_SECONDS = 0.015  # so long a token that is not an output's first waits at most for those of the next turns
 
 
 class Runner:
