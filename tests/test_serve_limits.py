@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import JSON, NAME, ask, chat, is_error, scratch, server_here, server_process, slow_steps, tiny_model, wait_until

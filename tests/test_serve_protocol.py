@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client", "httptools"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from uvicorn.server import ServerState

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from engine_runs import ask, plain, prompt, run
