@@ -104,7 +104,8 @@ def test_text_that_is_made_late_is_what_it_would_be_at_once(model, monkeypatch):
     assert "".join(item[0] for item in first) == "".join(item[0] for item in second)
 
 
-def test_a_text_that_cannot_be_made_is_that_requests_error(model, monkeypatch):
+@pytest.mark.parametrize("auto_prefix", [0, 1000])  # with it the text is first made for the pool, which does without where it fails
+def test_a_text_that_cannot_be_made_is_that_requests_error(model, monkeypatch, auto_prefix):
     from tinyloop_py.serve import output
 
     class Broken(output.TextDecoder):
@@ -114,12 +115,12 @@ def test_a_text_that_cannot_be_made_is_that_requests_error(model, monkeypatch):
     async def work(engine):
         monkeypatch.setattr(output, "TextDecoder", Broken)
         with pytest.raises(ServeError, match="injected"):
-            await engine.submit(ask(5, 9)).collect()
+            await engine.submit(ask(5, 9, keep_turn=lambda text: [*prompt(5), 5, 6, 7])).collect()
         monkeypatch.undo()
         [whole] = await engine.submit(ask(5, 9)).collect()
         return whole.tokens
 
-    assert run(model, work) == plain(model, ask(5, 9))
+    assert run(model, work, tl.PrefixPool(4), auto_prefix=auto_prefix) == plain(model, ask(5, 9))
 
 
 def test_who_calls_gets_what_waits(model, monkeypatch):

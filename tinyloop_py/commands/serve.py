@@ -106,7 +106,7 @@ def spare_the_collector() -> None:
     """What was loaded stays: the garbage collector need not look at it again, nor at what is new for each few requests."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, *gc.get_threshold()[1:])
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
 
 
 def run(args: argparse.Namespace) -> int:

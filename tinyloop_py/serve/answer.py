@@ -85,7 +85,7 @@ class Answer:
     # ---- streamed
 
     def _streamed(self, with_usage: bool) -> Response:
-        gone_of(self._request).add_done_callback(lambda _: self._end())  # and with the streams their events
+        gone_of(self._request).add_done_callback(self._end)  # and with the streams their events
         return EventStream(self._events(with_usage))
 
     async def _events(self, with_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -149,11 +149,12 @@ class Answer:
         first = number * self._streams[number].request.n
         return [(first + piece.index, piece) for piece in pieces]
 
-    def _end(self) -> None:
+    def _end(self, _gone: asyncio.Future[None] | None = None) -> None:
         """Cancels what still runs and writes down what was used; once."""
         if self._ended:
             return
         self._ended = True
+        gone_of(self._request).remove_done_callback(self._end)  # else each would hold the other, and the request's body
         cancelled = any(not stream.ended for stream in self._streams)
         for stream in self._streams:
             stream.cancel()

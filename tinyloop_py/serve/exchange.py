@@ -14,7 +14,7 @@ from .errors import ServeError
 if TYPE_CHECKING:
     from .protocol import Connection
 
-logger = logging.getLogger("uvicorn.error")
+logger = logging.getLogger("tinyloop.serve")
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 

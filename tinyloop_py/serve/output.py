@@ -35,6 +35,7 @@ class RunningOutput:
         self._at_once = bool(request.stop) or request.logprobs is not None
         self._drawn: list[int | None] = []  # not yet made pieces; None for an end without a token
         self._pieces: list[Piece] = []
+        self._error: Exception | None = None
 
     def take(self, token: int | None) -> bool:
         """Take what a step drew, None where that is nothing; whether there are pieces to hand on, for the first time since they were."""
@@ -66,16 +67,24 @@ class RunningOutput:
         self.generation.close()
 
     def _make(self) -> None:
+        if self._error is not None:
+            raise self._error
         drawn, self._drawn = self._drawn, []
-        for n_left, token in zip(range(len(drawn) - 1, -1, -1), drawn, strict=True):
-            ended = None if n_left else self.finish_reason
-            text = "" if token is None or ended == "stop" else self._show(token)  # a stop token is not shown
-            if self._stop.found is not None:
-                ended = self.finish_reason = "stop"
-            elif ended is not None:
-                text += self._flush()
-            self._text += text
-            self._pieces.append(Piece(self.index, text, () if token is None else (token,), self._logprobs(token), ended))
+        try:
+            for n_left, token in zip(range(len(drawn) - 1, -1, -1), drawn, strict=True):
+                self._make_piece(token, None if n_left else self.finish_reason)
+        except Exception as error:  # what could not be made is never left out
+            self._error = error
+            raise
+
+    def _make_piece(self, token: int | None, ended: str | None) -> None:
+        text = "" if token is None or ended == "stop" else self._show(token)  # a stop token is not shown
+        if self._stop.found is not None:
+            ended = self.finish_reason = "stop"
+        elif ended is not None:
+            text += self._flush()
+        self._text += text
+        self._pieces.append(Piece(self.index, text, () if token is None else (token,), self._logprobs(token), ended))
 
     def _show(self, token: int) -> str:
         return "" if self._decoder is None else self._stop.push(self._decoder.push(token))
