@@ -140,7 +140,7 @@ class Runner:
     def _plan_builds(self, job: Job) -> None:
         """What of the prompt is to be run on its own first: a beginning worth keeping, and a prompt that several outputs share."""
         request = job.request
-        if self.pool is not None:
+        if self.pool is not None and (self.auto is not None or request.n > 1):
             job.n_matched = self._match(request)
         if self.auto is not None and self.pool is not None and self.auto.wants(request.keep_first) and request.keep_first > job.n_matched:
             job.builds.append(self._build(request, request.keep_first, self.pool))
