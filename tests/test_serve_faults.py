@@ -219,7 +219,7 @@ def test_a_registration_has_the_deadline_of_requests(model, held):
     run(model, work, tl.PrefixPool(4), max_running=1, deadline=0.003)
 
 
-def test_a_registration_whose_client_leaves_while_it_waits_never_runs(model):
+def test_a_registration_whose_client_leaves_while_it_waits_never_runs(model, held):
     async def work(engine):
         first, second = (asyncio.ensure_future(engine.register("t", "t", prompt(400, seed))) for seed in range(2))
         while engine._prefixes.n_waiting != 1:
@@ -227,6 +227,7 @@ def test_a_registration_whose_client_leaves_while_it_waits_never_runs(model):
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         assert engine._prefixes.n_waiting == 0 and len(engine._prefixes) == 1
+        held.open()
         assert await first == 0 and engine.pool.size() == 1
 
     run(model, work, tl.PrefixPool(4), max_running=1)
