@@ -35,8 +35,10 @@ from random_models import model_file
 import tinyloop_py as tl
 from tinyloop_py.lockstep import step_generations
 from tinyloop_py.serve import Engine, GenerationRequest
-from tinyloop_py.serve.event_stream import DONE, event
-from tinyloop_py.serve.requests import Sampling
+from tinyloop_py.serve.event_parts import EventParts
+from tinyloop_py.serve.event_stream import DONE
+from tinyloop_py.serve.requests import Piece, Sampling
+from tinyloop_py.serve.responses import TextShape
 from tinyloop_py.serve.worker import Worker
 
 
@@ -220,13 +222,13 @@ def costs(model: tl.Model, port: int, name: str, args: argparse.Namespace) -> li
             figures[who][length] = statistics.median(r[i] for r in rounds)
     token = {who: 1e6 * (f[long] - f[short]) / (long - short) for who, f in figures.items()}
     request = {who: 1e6 * f[short] - short * token[who] for who, f in figures.items()}
-    chunk = {"id": "x" * 37, "created": 1, "model": name, "choices": [{"index": 0, "text": " word", "logprobs": None, "finish_reason": None}]}
+    parts, piece = EventParts(TextShape(name, "tl_0", None, None), False, lambda index: ""), Piece(0, " word", (7,))
     return [
         {"what": "a token: the model alone", "us": token["library"]},
         {"what": "a token: engine over that", "us": token["engine"] - token["library"]},
         {"what": "  of it, the way to the worker's thread and back", "us": asyncio.run(hop(2000))},
         {"what": "a token: HTTP over the engine, in another process", "us": token["HTTP"] - token["engine"]},
-        {"what": "  of it, writing the event", "us": microseconds(lambda: event(chunk), 5000)},
+        {"what": "  of it, writing the event", "us": microseconds(lambda: parts.of([(0, piece)]), 5000)},
         {"what": "a request: engine over the model", "us": request["engine"] - request["library"]},
         {"what": "a request: HTTP over the engine", "us": request["HTTP"] - request["engine"]},
     ]

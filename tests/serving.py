@@ -170,7 +170,7 @@ def server_here(wait: bool = True, **settings: Any) -> Iterator[tuple[str, Any]]
     try:
         wait_until(lambda: server.started or not thread.is_alive(), "started")
         port = server.servers[0].sockets[0].getsockname()[1]
-        service = server.config.app.state.service
+        service = server.service
         if wait:
             wait_until(lambda: ask(f"http://127.0.0.1:{port}", "/health").status == 200, "healthy")
         yield f"http://127.0.0.1:{port}", service

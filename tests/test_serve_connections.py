@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import JSON, NAME, ask, byte_tokenizer, server_here, server_process, slow_steps, wait_until

@@ -219,7 +219,7 @@ def test_a_registration_has_the_deadline_of_requests(model, held):
     run(model, work, tl.PrefixPool(4), max_running=1, deadline=0.003)
 
 
-def test_a_registration_whose_client_leaves_while_it_waits_never_runs(model):
+def test_a_registration_whose_client_leaves_while_it_waits_never_runs(model, held):
     async def work(engine):
         first, second = (asyncio.ensure_future(engine.register("t", "t", prompt(400, seed))) for seed in range(2))
         while engine._prefixes.n_waiting != 1:
@@ -227,6 +227,7 @@ def test_a_registration_whose_client_leaves_while_it_waits_never_runs(model):
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
         assert engine._prefixes.n_waiting == 0 and len(engine._prefixes) == 1
+        held.open()
         assert await first == 0 and engine.pool.size() == 1
 
     run(model, work, tl.PrefixPool(4), max_running=1)
@@ -329,14 +330,12 @@ def test_an_engine_with_a_stuck_turn_may_be_closed_twice(model, held):
 
 
 def test_a_registration_whose_end_a_failed_turn_lost_is_told(model, monkeypatch):
-    step, pool = Runner._step, tl.PrefixPool(4)
+    pool = tl.PrefixPool(4)
 
-    def fail_at_the_end(runner, result):
-        step(runner, result)
-        if result.prefixes:
-            raise RuntimeError("injected")
+    def fail_at_the_end(*arguments):
+        raise RuntimeError("injected")
 
-    monkeypatch.setattr(Runner, "_step", fail_at_the_end)
+    monkeypatch.setattr(Runner, "_end_task", fail_at_the_end)
     monkeypatch.setattr("tinyloop_py.serve.runner.STRETCH_SECONDS", 0.0)  # it was begun by a call before
 
     async def work(engine):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import NAME, SYSTEM, ask, chat, is_error, loads, server_here, server_process, tiny_model

@@ -11,7 +11,7 @@ import time
 import pytest
 
 httpx = pytest.importorskip("httpx")
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import NAME, scratch, server_here

@@ -7,7 +7,7 @@ import time
 import pytest
 
 openai = pytest.importorskip("openai")
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from engine_runs import held_steps

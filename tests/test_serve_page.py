@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api")
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import SYSTEM, ask, scratch, server_here, slow_steps

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from engine_runs import ask as request_of

@@ -3,7 +3,7 @@
 import pytest
 
 schemathesis = pytest.importorskip("schemathesis")
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from hypothesis import HealthCheck, Phase, given, settings

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from engine_runs import ask, plain, prompt, run
@@ -17,6 +17,7 @@ from serving import ask as ask_http
 import tinyloop_py as tl
 from tinyloop_py.serve import runner
 from tinyloop_py.serve.errors import ServeError
+from tinyloop_py.serve.event_parts import EventParts
 from tinyloop_py.serve.event_stream import DONE, PING, EventStream, event
 from tinyloop_py.serve.jobs import Job, PrefixTask
 from tinyloop_py.serve.requests import Piece, Stream
@@ -56,21 +57,21 @@ class Turns:
 
     def stretch(self, jobs, tasks=()):
         self.handed.clear()
-        self.report(self.runner.stretch(list(jobs), list(tasks), lambda: None, self.report))
+        self.runner.stretch(list(jobs), list(tasks), lambda: None, self.report)
         return self.handed
 
 
 def test_tokens_of_short_turns_are_handed_on_together_and_the_first_at_once(model, monkeypatch):
     turns = Turns(model, monkeypatch)
-    assert runner.HOLD_SECONDS == 0.01
-    assert turns.stretch([turns.job(5, 26)]) == [1, 10, 10, 5]
+    assert runner.HOLD_SECONDS == 0.015
+    assert turns.stretch([turns.job(5, 36)]) == [1, 15, 15, 5]
 
 
 def test_tokens_of_longer_turns_are_handed_on_one_by_one(model, monkeypatch):
     turns = Turns(model, monkeypatch)
-    turns.step_seconds = 0.006
+    turns.step_seconds = 0.008
     assert turns.stretch([turns.job(5, 5)]) == [1] * 5
-    turns.step_seconds = 0.004
+    turns.step_seconds = 0.006
     assert turns.stretch([turns.job(5, 5)]) == [1, 2, 2]
 
 
@@ -87,7 +88,39 @@ def test_no_token_waits_where_a_prefix_is_built(model, monkeypatch):
     turns = Turns(model, monkeypatch, pool)
     turns.runner.prefill_rows = 16
     assert turns.stretch([turns.job(5, 50)], [PrefixTask("t", "n", None, prompt(64))]) == [1, 1, 1, 1] and pool.size() == 1
-    assert turns.stretch([]) == [10, 10, 10, 10, 6]
+    assert turns.stretch([]) == [15, 15, 15, 1]
+
+
+def test_text_that_is_made_late_is_what_it_would_be_at_once(model, monkeypatch):
+    turns, texts = Turns(model, monkeypatch), {}
+    for stop in ((), ("no text that comes up",)):  # with it the text of every token is looked at when it is drawn
+        pieces = []
+        monkeypatch.setattr(turns, "report", lambda result, pieces=pieces: pieces.extend(piece for _, piece in result.pieces))
+        turns.stretch([turns.job(9, 60, seed=4, stop=stop)])
+        texts[stop] = [(piece.text, piece.tokens, piece.finish_reason) for piece in pieces]
+    first, second = texts.values()
+    assert len(first) == 60 and first[-1][2] == "length" and any(text == "" for text, _, _ in first)
+    assert [item[1:] for item in first] == [item[1:] for item in second]
+    assert "".join(item[0] for item in first) == "".join(item[0] for item in second)
+
+
+@pytest.mark.parametrize("auto_prefix", [0, 1000])  # with it the text is first made for the pool, which does without where it fails
+def test_a_text_that_cannot_be_made_is_that_requests_error(model, monkeypatch, auto_prefix):
+    from tinyloop_py.serve import output
+
+    class Broken(output.TextDecoder):
+        def push(self, token):
+            raise ValueError("injected")
+
+    async def work(engine):
+        monkeypatch.setattr(output, "TextDecoder", Broken)
+        with pytest.raises(ServeError, match="injected"):
+            await engine.submit(ask(5, 9, keep_turn=lambda text: [*prompt(5), 5, 6, 7])).collect()
+        monkeypatch.undo()
+        [whole] = await engine.submit(ask(5, 9)).collect()
+        return whole.tokens
+
+    assert run(model, work, tl.PrefixPool(4), auto_prefix=auto_prefix) == plain(model, ask(5, 9))
 
 
 def test_who_calls_gets_what_waits(model, monkeypatch):
@@ -161,6 +194,23 @@ def test_events_of_choices_are_those_of_their_chunks(kind, with_usage, name):
         assert shape.events(listed, with_usage) == b"".join(event(shape.chunk([choice], with_usage)) for choice in listed)
 
 
+@pytest.mark.parametrize("kind", [ChatShape, TextShape])
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_the_events_of_pieces_are_those_of_their_choices(kind, with_usage):
+    shape = kind("tiny", "tl_0", None, None)
+    texts = ['a"b', "", "é\n\u2028", f"text of {shape.id}", "\x00\x1f\x7f"]
+    pieces = [(index, Piece(index, text, (7,))) for text in texts for index in (0, 1)] + [(0, Piece(0, "z", (7,), (), "length"))]
+    echo = "echo " if kind is TextShape else ""
+    written = EventParts(shape, with_usage, lambda index: echo).of(pieces)
+    chunks = [json.loads(data) for data in re.findall(rb"data: (.*)\n\n", written)]
+    for index in (0, 1):
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        shown = [choice["text"] if kind is TextShape else choice["delta"].get("content", "") for choice in choices]
+        assert "".join(shown) == echo + "".join(texts) + ("z" if index == 0 else "")
+        assert choices[1].keys() == choices[-1].keys() and choices[-1]["finish_reason"] == (None if index else "length")
+    assert all(chunk.keys() == shape.chunk([], with_usage).keys() and chunk["id"] == shape.id for chunk in chunks)
+
+
 def test_tokens_that_are_sent_together_have_an_event_each():
     with server_here() as (url, _):
         body = {"model": NAME, "prompt": prompt(20), "max_tokens": 40, "ignore_eos": True, "stream": True, "logprobs": 0}
@@ -205,13 +255,48 @@ def test_an_error_is_the_last_event():
     assert sent(events) == [(b"data: 1\n\n", True), (event(error.body()), False)]
 
 
+def test_an_error_before_the_first_event_is_no_event():
+    async def events(_):
+        raise ServeError(503, "injected")
+        yield b""
+
+    with pytest.raises(ServeError, match="injected"):
+        sent(events)
+
+
+def test_a_reader_that_left_before_the_first_event_is_sent_nothing():
+    async def events(_):
+        return
+        yield b""
+
+    messages = []
+
+    async def main():
+        await EventStream(events(messages))({}, None, messages.append)
+
+    asyncio.run(main())
+    assert messages == []
+
+
+def test_an_error_after_the_patience_is_an_event():
+    error = ServeError(504, "injected")
+
+    async def events(messages):
+        while not messages:
+            await asyncio.sleep(0.01)
+        raise error
+        yield b""
+
+    assert sent(events, patience=0.0) == [(event(error.body()), False)]
+
+
 def test_a_silent_stream_is_kept_open():
     async def events(messages):
         while PING not in [message.get("body") for message in messages]:
             await asyncio.sleep(0.01)
         yield DONE
 
-    bodies = sent(events, ping_seconds=0.0)
+    bodies = sent(events, patience=0.0, ping_seconds=0.0)
     assert bodies[-1] == (DONE, False) and set(bodies[:-1]) == {(PING, True)}
 
 

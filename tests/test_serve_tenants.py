@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "jinja2", "prometheus_client"):
+for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from serving import NAME, SYSTEM, ask, chat, loads, scratch, server_here

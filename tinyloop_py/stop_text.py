@@ -23,6 +23,8 @@ class StopText:
 
     def push(self, text: str) -> str:
         """The text that may be shown now; "" once a stop string was found."""
+        if not self._stops:
+            return text
         if self.found is not None:
             return ""
         text = self._held + text

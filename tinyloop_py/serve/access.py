@@ -1,4 +1,4 @@
-"""Who asks: the tenant of a request, and what the log says of it."""
+"""Who asks: the tenant of a request; and the form of the log."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import json
 import logging
 import sys
 import time
-import uuid
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ServeError
 from .service import Service
 from .tenants import Tenant
 
-logger = logging.getLogger("tinyloop.serve.access")
 _json = json.JSONEncoder(ensure_ascii=True, default=str)
 bearer = HTTPBearer(auto_error=False, description="An API key, where the server was started with a key file.")
 
@@ -54,45 +51,6 @@ Operator = Annotated[Tenant, Depends(operator_of)]
 def note(request: Request, **fields: Any) -> None:
     """Add fields to the request's line in the log."""
     request.scope.setdefault("tinyloop_log", {}).update(fields)
-
-
-class RequestLog:
-    """One line of the log and one count for every request; gives each an id."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the app and write it down."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        begin, status, request_id = time.perf_counter(), 0, uuid.uuid4().hex
-        fields: dict[str, Any] = scope.setdefault("tinyloop_log", {})
-
-        async def count(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, count)
-        finally:
-            route = getattr(scope.get("route"), "path", "other")  # never the path as it was sent: anybody could fill the metrics with names
-            self._service.metrics.requests.labels(route, str(status or 499)).inc()
-            seconds = time.perf_counter() - begin
-            record = {
-                "request_id": request_id,
-                "method": scope["method"],
-                "route": route,
-                "status": status or 499,
-                "ms": round(1e3 * seconds, 1),
-                **fields,
-            }
-            logger.info("request", extra={"fields": record})
 
 
 class JsonLines(logging.Formatter):

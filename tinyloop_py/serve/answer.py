@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from .access import note
 from .beside import beside
 from .errors import ServeError
-from .event_stream import DONE, ClientGone, EventStream, event, unless_gone, until_gone
+from .event_parts import EventParts
+from .event_stream import DONE, ClientGone, EventStream, event, gone_of, unless_gone
 from .requests import GenerationRequest, Output, Piece, Stream
-from .responses import ChatShape, Shape, usage_of
+from .responses import Shape, usage_of
 from .service import Service
 from .tenants import Tenant
 
-FIRST_SECONDS = 10.0  # so long an answer waits for its first piece, so that a failure still has a status of its own
 MOST_PIECES = 64  # that are written down without a look at anybody else
 
 
@@ -60,7 +60,7 @@ class Answer:
     async def respond(self, stream: bool, with_usage: bool) -> Response:
         """The answer."""
         try:
-            return await (self._streamed(with_usage) if stream else self._whole())
+            return self._streamed(with_usage) if stream else await self._whole()
         except ClientGone:
             self._end()
             return Response(status_code=499)
@@ -84,74 +84,25 @@ class Answer:
 
     # ---- streamed
 
-    async def _streamed(self, with_usage: bool) -> Response:
-        events = self._events(with_usage)
-        first = asyncio.ensure_future(self._next(events))
-        gone = asyncio.ensure_future(until_gone(self._request.receive))
-        gone.add_done_callback(lambda _: self._end())  # and with the streams their events
-        try:
-            await asyncio.wait((first, gone), timeout=FIRST_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                raise ClientGone
-            if first.done():
-                first.result()
-        except BaseException:
-            await self._close(first, gone, events)
-            raise
-        return EventStream(self._resumed(first, gone, events))
-
-    @staticmethod
-    async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-        return await events.__anext__()
-
-    async def _resumed(
-        self, first: asyncio.Future[bytes], gone: asyncio.Future[None], events: AsyncGenerator[bytes, None]
-    ) -> AsyncGenerator[bytes, None]:
-        try:
-            yield await first
-            async for chunk in events:
-                yield chunk
-        finally:
-            await self._close(first, gone, events)
-
-    @staticmethod
-    async def _close(first: asyncio.Future[bytes], gone: asyncio.Future[None], events: AsyncGenerator[bytes, None]) -> None:
-        gone.cancel()
-        if not first.done():
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-        await events.aclose()
+    def _streamed(self, with_usage: bool) -> Response:
+        gone_of(self._request).add_done_callback(self._end)  # and with the streams their events
+        return EventStream(self._events(with_usage))
 
     async def _events(self, with_usage: bool) -> AsyncGenerator[bytes, None]:
-        """The events of what has come, at a time."""
-        choices: list[dict[str, Any]] = []
-        offsets: dict[int, int] = {}
+        """The events of what has come, at a time; nothing after the client has left."""
+        parts, last = EventParts(self._shape, with_usage, self._echo), b""
         try:
             async for pieces in self._pieces():
-                for index, piece in pieces:
-                    choices += self._parts(index, piece, offsets)
-                if choices and not all(stream.ended for stream in self._streams):
-                    yield self._shape.events(choices, with_usage)
-                    choices.clear()
-            self._end()
-            tail = event(self._shape.chunk([], True, usage_of(self._streams))) if with_usage else b""
-            yield self._shape.events(choices, with_usage) + tail + DONE
+                events = parts.of(pieces)
+                if all(stream.ended for stream in self._streams):  # they go with the end, in one write
+                    last += events
+                elif events:
+                    yield events
+            if not gone_of(self._request).done():
+                tail = event(self._shape.chunk([], True, usage_of(self._streams))) if with_usage else b""
+                yield last + tail + DONE
         finally:
             self._end()
-
-    def _parts(self, index: int, piece: Piece, offsets: dict[int, int]) -> list[dict[str, Any]]:
-        """What a piece shows, and before an output's first what stands before it; `offsets` has the characters of each output so far."""
-        parts, shape = [], self._shape
-        if index not in offsets:
-            offsets[index] = len(self._echo(index))
-            if isinstance(shape, ChatShape):
-                parts.append(shape.opening(index))
-            elif self._echo(index):
-                parts.append(shape.delta(index, self._echo(index), (), None, 0))
-        if piece.text or piece.logprobs or piece.finish_reason is not None or parts:
-            parts.append(shape.delta(index, piece.text, piece.logprobs, piece.finish_reason, offsets[index]))
-            offsets[index] += len(piece.text)
-        return parts
 
     # ---- both
 
@@ -198,11 +149,12 @@ class Answer:
         first = number * self._streams[number].request.n
         return [(first + piece.index, piece) for piece in pieces]
 
-    def _end(self) -> None:
+    def _end(self, _gone: asyncio.Future[None] | None = None) -> None:
         """Cancels what still runs and writes down what was used; once."""
         if self._ended:
             return
         self._ended = True
+        gone_of(self._request).remove_done_callback(self._end)  # else each would hold the other, and the request's body
         cancelled = any(not stream.ended for stream in self._streams)
         for stream in self._streams:
             stream.cancel()

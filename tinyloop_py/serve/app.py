@@ -8,16 +8,20 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from . import routes_openai, routes_prefixes, routes_status, routes_tokens
-from .access import RequestLog
-from .errors import ServeError, bad_request
-from .limits import AbsoluteTarget, BodyLimit, CloseUnread, OwnHost, error_response
+from .errors import ServeError
+from .front import validation_error
+from .limits import error_response
 from .service import Service
 from .settings import Settings
+from .strict_body import StrictRoute
+
+ROUTERS = tuple(routes.router for routes in (routes_openai, routes_prefixes, routes_tokens, routes_status))
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -35,19 +39,20 @@ def create_app(settings: Settings) -> FastAPI:
     # Pages of documentation load scripts from elsewhere, and a redirect leads to whatever host the request names
     app = FastAPI(title="tinyloop", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for routes in (routes_openai, routes_prefixes, routes_tokens, routes_status):
-        app.include_router(routes.router)
+    for router in ROUTERS:
+        app.include_router(router)
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(ValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
-    if settings.check_host:
-        app.add_middleware(OwnHost)
-    app.add_middleware(RequestLog, service=service)
-    app.add_middleware(CloseUnread)
-    app.add_middleware(AbsoluteTarget)
     return app
+
+
+def direct_routes() -> dict[tuple[str, str], StrictRoute]:
+    """(method, path) -> the routes that the application's front may call by itself."""
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, StrictRoute) and route.direct is not None]
+    return {(method, route.path): route for route in routes for method in route.methods or ()}
 
 
 async def _serve_error(request: Request, error: Any) -> JSONResponse:
@@ -55,15 +60,7 @@ async def _serve_error(request: Request, error: Any) -> JSONResponse:
 
 
 async def _validation_error(request: Request, error: Any) -> JSONResponse:
-    """The first fault that pydantic found, in the API's words; of a field with several types, the one that got furthest."""
-    fault = max(error.errors(), key=lambda fault: len(fault["loc"]))
-    names = [part for part in fault["loc"] if part != "body"]
-    path = ".".join(str(part) for part in names if not (isinstance(part, str) and ("[" in part or part in ("str", "list"))))[:120]
-    if fault["type"] == "extra_forbidden":
-        return error_response(bad_request(f"Unrecognized request argument supplied: {path}", path))
-    if fault["type"] == "missing":
-        return error_response(bad_request(f"Missing required parameter: '{path or 'body'}'.", path or None, "missing_required_parameter"))
-    return error_response(bad_request(f"Invalid value for '{path or 'body'}': {fault['msg']}.", path or None, "invalid_value"))
+    return error_response(validation_error(error.errors()))
 
 
 async def _http_error(request: Request, error: Any) -> JSONResponse:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..pool import PrefixPool
 
 logger = logging.getLogger("tinyloop.serve")
+WATCH_SECONDS = 1.0  # so often is looked at least
 STUCK = "the worker that runs the model is stuck"
 
 
@@ -81,6 +82,8 @@ class Engine:
         self._failure: str | None = None
         self._worker: Worker | None = None
         self._loop_task: asyncio.Task[None] | None = None
+        self._watching: asyncio.TimerHandle | None = None
+        self._told_stuck = False
 
     # ---- life
 
@@ -89,11 +92,14 @@ class Engine:
         if self._worker is None:
             self._worker = Worker()
             self._loop_task = asyncio.create_task(self._run(), name="tinyloop-engine")
+            self._watch()
         return self
 
     async def close(self) -> None:
         """End everything: requests that are not done get an error, the worker's thread ends. Idempotent."""
         self._draining = self._closing = True
+        if self._watching is not None:
+            self._watching.cancel()
         self._fail_all(shutting_down())
         self._call()
         if self._failure == STUCK:  # closed before: nobody waits for its thread
@@ -230,7 +236,7 @@ class Engine:
             tasks = self._prefixes.take()
             try:
                 async with self.lock:
-                    result = await self._watched(partial(self._runner.stretch, admitted, tasks, self._worker.got_further, self._report))
+                    await self._worker.call(partial(self._runner.stretch, admitted, tasks, self._worker.got_further, self._report))
             except WorkerDied as error:
                 self._die(str(error))
                 return
@@ -238,11 +244,10 @@ class Engine:
                 logger.exception("a turn failed")
                 await self._reset(error)
                 continue
-            self._settle(result)
-            del result, admitted, tasks  # while nothing is to do, nothing is held
+            del admitted, tasks  # while nothing is to do, nothing is held
 
     def _report(self, result: TurnResult) -> None:
-        """From the worker: what turns did, where the next one runs already."""
+        """From the worker: what turns did, where the next one may run already."""
         assert self._worker is not None
         self._worker.tell(self._settle, result)
 
@@ -251,20 +256,15 @@ class Engine:
         self._runner.called = True
         self._wake.set()
 
-    async def _watched(self, turn: Callable[[], TurnResult]) -> TurnResult:
-        """The last turn's result; if one takes too long, all that wait are told, and what it gives in the end is theirs no more."""
+    def _watch(self) -> None:
+        """Looks whether a turn takes too long: then all that wait are told, and what it gives in the end is theirs no more."""
         assert self._worker is not None
-        call = self._worker.begin(turn)
-        try:
-            while not call.done() and (left := self.stall_seconds - self._worker.busy_seconds()) > 0:
-                await asyncio.wait((call,), timeout=left)
-            if not call.done():
-                logger.critical("a turn takes more than %g s", self.stall_seconds)
-                self._fail_all(engine_down(STUCK))
-            result: TurnResult = await call
-            return result
-        finally:
-            call.cancel()
+        left = self.stall_seconds - self._worker.busy_seconds()
+        if left <= 0 and not self._told_stuck:
+            logger.critical("a turn takes more than %g s", self.stall_seconds)
+            self._fail_all(engine_down(STUCK))
+        self._told_stuck = left <= 0
+        self._watching = asyncio.get_running_loop().call_later(min(WATCH_SECONDS, left if left > 0 else self.stall_seconds), self._watch)
 
     def _settle(self, result: TurnResult) -> None:
         for job, piece in result.pieces:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from .errors import ServeError
 T = TypeVar("T")
 PING = b": ping\n\n"  # a comment, which keeps proxies from closing a silent connection
 DONE = b"data: [DONE]\n\n"
+HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -25,7 +26,7 @@ class ClientGone(Exception):
     """The reader has closed the connection; nobody is left to answer."""
 
 
-def encode(body: dict[str, Any]) -> bytes:
+def encode(body: Any) -> bytes:
     """JSON as short as it can be."""
     return _json.encode(body).encode()
 
@@ -35,23 +36,25 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
-async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when the client has left; the body has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def gone_of(request: Request) -> asyncio.Future[None]:
+    """Done when the client has left."""
+    gone: asyncio.Future[None] = request.scope["client_gone"]
+    return gone
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves; then ClientGone."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_gone(request.receive))
+    task, gone = asyncio.ensure_future(work), gone_of(request)
+    cancel = lambda _: task.cancel()  # noqa: E731
+    gone.add_done_callback(cancel)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await task
+    except asyncio.CancelledError:
+        if gone.done():
+            raise ClientGone from None
+        raise
     finally:
-        await _end(gone)
+        gone.remove_done_callback(cancel)
         await _end(task)
 
 
@@ -61,21 +64,25 @@ class EventStream(Response):
     Parameters
     ----------
     events
-        Encoded events; what ends in DONE is the last. A ServeError that it raises becomes the last event, since the status has been sent already.
+        Encoded events; what ends in DONE is the last. A ServeError that it raises becomes the last event where the status has been sent
+        already, and else is raised.
+    patience
+        Seconds that the status waits for the first event, so that a failure has one of its own.
     ping_seconds
         A comment is sent after so long a silence.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, ping_seconds: float = 15.0) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, patience: float = 10.0, ping_seconds: float = 15.0) -> None:
         self._events = events
+        self._patience = patience
         self._ping_seconds = ping_seconds
-        self._sending = False
+        self._started = self._sending = False
         self._sent_at = time.monotonic()
-        self._ping: asyncio.Future[None] | None = None
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self._aside: asyncio.Future[None] | None = None  # what a silence has sent
+        self.status_code, self.background = 200, None
+        self.raw_headers = list(HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
@@ -84,33 +91,40 @@ class EventStream(Response):
             await self._pump(send)
         finally:
             self._timer.cancel()
-            if self._ping is not None:
-                await _end(self._ping)
+            if self._aside is not None:
+                await _end(self._aside)
             await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
-        await self._send(send, {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self._events:
                 is_last = chunk.endswith(DONE)
-                await self._send(send, {"type": "http.response.body", "body": chunk, "more_body": not is_last})
+                await self._send(send, chunk, more=not is_last)
                 if is_last:
                     return
             last = b""
         except ServeError as error:
+            if not self._started:
+                raise
             last = event(error.body())
-        await self._send(send, {"type": "http.response.body", "body": last, "more_body": False})
+        if self._started:  # else the reader has left
+            await self._send(send, last, more=False)
 
-    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+    async def _send(self, send: Send, body: bytes | None, *, more: bool = True) -> None:
         self._sending = True
-        await send(message)
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if body is not None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
         self._sending, self._sent_at = False, time.monotonic()
 
     def _watch(self, send: Send) -> None:
-        """Sends a comment after a silence."""
+        """Sends the status, and later a comment, after a silence."""
         self._timer = asyncio.get_running_loop().call_later(1, self._watch, send)
-        if not self._sending and time.monotonic() - self._sent_at > self._ping_seconds:
-            self._ping = asyncio.ensure_future(self._send(send, {"type": "http.response.body", "body": PING, "more_body": True}))
+        silence = time.monotonic() - self._sent_at
+        if not self._sending and silence > (self._ping_seconds if self._started else self._patience):
+            self._aside = asyncio.ensure_future(self._send(send, PING if self._started else None))
 
 
 async def _end(task: asyncio.Future[Any]) -> None:

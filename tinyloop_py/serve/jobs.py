@@ -62,32 +62,18 @@ class PrefixTask:
 
 @dataclass(slots=True)
 class TurnResult:
-    """What a turn did, or some that followed each other; the event loop hands it on."""
+    """What a turn did, or several that followed each other; the event loop hands it on."""
 
-    pieces: list[tuple[Job, Piece]] = field(default_factory=list)
+    drawn: list[tuple[Job, RunningOutput]] = field(default_factory=list)  # outputs with pieces to hand on
+    pieces: list[tuple[Job, Piece]] = field(default_factory=list)  # those, once they are handed on
     failed: list[tuple[Job, ServeError]] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)  # of any kind: their slots are free
     deferred: list[Job] = field(default_factory=list)  # no memory while others run: back into the queue
     prefixes: list[PrefixTask] = field(default_factory=list)  # in the pool, or failed
     keeps: list[PrefixTask] = field(default_factory=list)  # automatic ones to begin
     turns: list[tuple[float, int]] = field(default_factory=list)  # of each: seconds, and outputs that took a step
-    draws_on: bool = False  # all that it did was to draw for outputs that had drawn before
-
-    def add(self, later: TurnResult) -> None:
-        """Take in what the next turn did."""
-        self.pieces += later.pieces
-        self.failed += later.failed
-        self.ended += later.ended
-        self.deferred += later.deferred
-        self.prefixes += later.prefixes
-        self.keeps += later.keeps
-        self.turns += later.turns
-        self.draws_on = self.draws_on and later.draws_on
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return sum(seconds for seconds, _ in self.turns)
+    seconds: float = 0.0  # of all of them
+    draws_on: bool = True  # all that they did was to draw for outputs that had drawn before
 
     @property
     def is_plain(self) -> bool:

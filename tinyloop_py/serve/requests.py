@@ -69,7 +69,7 @@ class GenerationRequest:
     deadline: float | None = None  # seconds from its arrival; None takes the engine's
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Piece:
     """A part of an output: what one token completed. The last one of an output has a finish reason."""
 

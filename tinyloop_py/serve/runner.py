@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tinyloop.serve")
 STRETCH_SECONDS = 0.05  # then whoever waits for the engine's lock has his turn
-HOLD_SECONDS = 0.01  # so long a token that is not an output's first waits at most for those of the next turns
+HOLD_SECONDS = 0.015  # so long a token that is not an output's first waits at most for those of the next turns
 
 
 class Runner:
@@ -53,38 +53,42 @@ class Runner:
         self._n_steps = 0
         self.called = False
 
-    def stretch(
-        self, admitted: list[Job], tasks: list[PrefixTask], got_further: Callable[[], None], report: Callable[[TurnResult], None]
-    ) -> TurnResult:
-        """A turn, and further ones while all goes on as it is; `got_further` is called between two of them.
-
-        `report` is given what they did, but for the last one and those that waited for it: their result is returned.
-        """
+    def stretch(self, admitted: list[Job], tasks: list[PrefixTask], got_further: Callable[[], None], report: Callable[[TurnResult], None]) -> None:
+        """A turn, and further ones while all goes on as it is; `got_further` is called between two of them, and `report` given what they did."""
         end = time.perf_counter() + STRETCH_SECONDS
-        result = self.turn(admitted, tasks)
-        while result.is_plain and (self._running or self._building) and not self.called and time.perf_counter() < end:
-            got_further()
-            if not result.draws_on or result.seconds + result.turns[-1][0] > HOLD_SECONDS:  # with one more that takes as long as the last
-                report(result)
-                result = TurnResult(draws_on=True)
-            try:
-                result.add(self.turn([], []))
-            except Exception:
-                report(result)
-                raise
-        return result
+        result = TurnResult()
+        try:
+            self._drop_cancelled(result)  # later on it is those who run a prefix alone: who cancels an output calls, which ends the stretch
+            self._take_in(admitted, tasks, result)
+            self._turn(result)
+            while result.is_plain and (self._running or self._building) and not self.called and time.perf_counter() < end:
+                got_further()
+                if not result.draws_on or result.seconds + result.turns[-1][0] > HOLD_SECONDS:  # with one more that takes as long as the last
+                    report(self._with_pieces(result))
+                    result = TurnResult()
+                self._turn(result)
+        finally:
+            report(self._with_pieces(result))
 
-    def turn(self, admitted: list[Job], tasks: list[PrefixTask]) -> TurnResult:
-        """Takes in what is new, drops what was cancelled, and takes a step of each kind."""
-        result, begin = TurnResult(), time.perf_counter()
-        self._drop_cancelled(result)
-        for job in admitted:
-            self._admit(job, result)
-        for task in tasks:
-            self._begin(task, result)
-        self._build_step(result)
+    def _turn(self, result: TurnResult) -> None:
+        """A step of each kind."""
+        begin = time.perf_counter()
+        if self._building:
+            self._drop_cancelled(result)
+            self._build_step(result)
         n_rows = self._step(result)
-        result.turns.append((time.perf_counter() - begin, n_rows))
+        seconds = time.perf_counter() - begin
+        result.turns.append((seconds, n_rows))
+        result.seconds += seconds
+
+    def _with_pieces(self, result: TurnResult) -> TurnResult:
+        """A result that can be handed on."""
+        for job, output in result.drawn:
+            try:
+                result.pieces += [(job, piece) for piece in output.pieces()]
+            except Exception as error:
+                self._fail(job, error, result)
+        result.drawn.clear()
         return result
 
     def abort(self) -> None:
@@ -99,6 +103,12 @@ class Runner:
         return self.auto is not None and self.pool is not None
 
     # ---- taking in
+
+    def _take_in(self, admitted: list[Job], tasks: list[PrefixTask], result: TurnResult) -> None:
+        for job in admitted:
+            self._admit(job, result)
+        for task in tasks:
+            self._begin(task, result)
 
     def _drop_cancelled(self, result: TurnResult) -> None:
         for job in [job for job in self._running if job.cancelled]:
@@ -130,7 +140,7 @@ class Runner:
     def _plan_builds(self, job: Job) -> None:
         """What of the prompt is to be run on its own first: a beginning worth keeping, and a prompt that several outputs share."""
         request = job.request
-        if self.pool is not None:
+        if self.pool is not None and (self.auto is not None or request.n > 1):
             job.n_matched = self._match(request)
         if self.auto is not None and self.pool is not None and self.auto.wants(request.keep_first) and request.keep_first > job.n_matched:
             job.builds.append(self._build(request, request.keep_first, self.pool))
@@ -247,11 +257,14 @@ class Runner:
         """One step of the model for all running outputs; how many they are."""
         taking = [(job, output) for job in self._running for output in job.outputs if output.finish_reason is None]
         if not taking:
+            result.draws_on = False
             return 0
-        result.draws_on = not self._building and all(output.begun for _, output in taking)
+        if result.draws_on:
+            result.draws_on = not self._building and all(output.begun for _, output in taking)
         self._n_steps += 1
-        turn = self._n_steps % len(taking)  # prompts run in the order given: every one comes first in its turn
-        taking = taking[turn:] + taking[:turn]
+        if len(taking) > 1:  # prompts run in the order given: every one comes first in its turn
+            turn = self._n_steps % len(taking)
+            taking = taking[turn:] + taking[:turn]
         try:
             tokens = step_generations([output.generation for _, output in taking], self.prefill_rows)
         except Exception as error:  # the step as a whole: whoever took part in it
@@ -265,13 +278,12 @@ class Runner:
                 self._fail(job, output.generation.error, result)
                 continue
             try:
-                piece = output.take(token)
+                if output.take(token):
+                    result.drawn.append((job, output))
             except Exception as failed:
                 self._fail(job, failed, result)
                 continue
-            if piece is not None:
-                result.pieces.append((job, piece))
-            if all(o.finish_reason is not None for o in job.outputs):
+            if output.finish_reason is not None and all(o.finish_reason is not None for o in job.outputs):
                 self._end(job, result)
         return len(taking)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import uvicorn
 
-from .app import create_app
-from .limits import MAX_HEAD_BYTES
-from .protocol import limited_protocol
+from .app import create_app, direct_routes
+from .front import Front
+from .limits import wrong_host
+from .protocol import Limits, protocol_factory
 from .service import Service
 from .settings import Settings
 
@@ -23,14 +24,14 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
         super().__init__(config)
-        self._service = service
+        self.service = service
         self._grace = grace
         self._hurried = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Load, and listen."""
         await super().startup(sockets)
-        self._service.listened = self.started
+        self.service.listened = self.started
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ask for the end; a second time, for one without grace."""
@@ -46,7 +47,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _end_streams(self) -> None:
         """Let the engine drain, until somebody is in a hurry: then everybody is told at once, and who does not take it is cut off."""
-        engine = self._service.engine
+        engine = self.service.engine
         draining = None if engine is None else asyncio.create_task(engine.drain(self._grace))
         try:
             while not self._hurried:
@@ -63,16 +64,19 @@ class DrainingServer(uvicorn.Server):
     @property
     def succeeded(self) -> bool:
         """Once it has run: whether it listened, and saved what it was to save."""
-        return self.started and not self._service.lost_pool
+        return self.started and not self.service.lost_pool
 
 
 def make_server(settings: Settings, host: str, port: int, **options: Any) -> DrainingServer:
     """A server that is ready to run."""
     app = create_app(settings)
-    protocol = limited_protocol(settings.max_connections, settings.header_seconds, settings.write_seconds)
-    config = uvicorn.Config(
-        app, host, port, http=protocol, ws="none", lifespan="on", log_config=None,
-        access_log=False, server_header=False, timeout_keep_alive=int(settings.idle_seconds), h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        timeout_graceful_shutdown=int(settings.shutdown_grace) + 10, **options,
+    service: Service = app.state.service
+    limits = Limits(
+        settings.max_connections, settings.max_body_bytes, settings.header_seconds, settings.body_seconds, settings.write_seconds,
+        settings.idle_seconds, wrong_host if settings.check_host else lambda head: None,
     )  # fmt: skip
-    return DrainingServer(config, app.state.service, settings.shutdown_grace)
+    config = uvicorn.Config(
+        Front(app, service, direct_routes()), host, port, http=protocol_factory(limits), ws="none", lifespan="on", log_config=None, access_log=False,
+        server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(settings.shutdown_grace) + 10, **options,
+    )  # fmt: skip
+    return DrainingServer(config, service, settings.shutdown_grace)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Service:
         self._chat_problem = "this model file has no tokenizer"
         self._loading: asyncio.Task[None] | None = None
         self._load_error: str | None = None
+        self.on_ready: Callable[[], None] = lambda: None
         self.listened = False  # set by the server; one that could not listen may share its pool file with the one that does
         self.lost_pool = False  # it was to be saved, and could not be
 
@@ -83,6 +84,7 @@ class Service:
             for entry in automatic:
                 self.pool.discard(model, entry.tokens, entry.loops, entry.cache_window, namespace=entry.namespace)
         self.engine = await engine.start()
+        self.on_ready()
         logger.info("ready", extra={"fields": {"model": self.name, "device": model.device, "prefixes": self.pool.size()}})
 
     def _new_pool(self) -> PrefixPool:

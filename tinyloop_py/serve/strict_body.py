@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from .access import service_of, tenant_of
 from .beside import beside
 from .errors import ServeError, bad_request
 
@@ -33,22 +36,45 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that takes JSON alone, parsed strictly."""
+    """A route that takes JSON alone, parsed strictly.
+
+    Attributes
+    ----------
+    direct : callable or None
+        What answers a request, where the route takes a body: who asks, the body by its schema, and then the endpoint, which is given what it
+        names. It does what FastAPI's dependencies and validation would, at a fraction of their price; they describe the route.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self.direct: Callable[[StrictRequest], Coroutine[Any, Any, Response]] | None = None
+        parameters = inspect.signature(endpoint, eval_str=True).parameters
+        if "body" in parameters:
+            self.direct = _direct(endpoint, parameters["body"].annotation, tuple(parameters))
+        super().__init__(path, endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's hook."""
-        handler = super().get_route_handler()
+        direct = self.direct
+        if direct is None:
+            return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            strict = StrictRequest(request.scope, request.receive)
-            if self.body_field is not None:
-                kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if kind != "application/json":  # a page of another origin cannot send this without being asked for leave
-                    raise ServeError(415, f"The body must be JSON: send content-type application/json, not {kind[:80]!r}.")
-                await strict.json()  # here, as FastAPI has one answer for whatever goes wrong while it reads a body
-            return await handler(strict)
+            return await direct(StrictRequest(request.scope, request.receive))
 
         return handle
+
+
+def _direct(endpoint: Callable[..., Any], schema: Any, names: tuple[str, ...]) -> Callable[[StrictRequest], Coroutine[Any, Any, Response]]:
+    async def answer(request: StrictRequest) -> Response:
+        found = {"request": request, "service": await service_of(request), "tenant": await tenant_of(request)}
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a page of another origin cannot send this without being asked for leave
+            raise ServeError(415, f"The body must be JSON: send content-type application/json, not {kind[:80]!r}.")
+        found["body"] = schema.model_validate(await request.json())
+        answer = await endpoint(**{name: found[name] for name in names})
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+    return answer
 
 
 def parse(body: bytes) -> Any:
