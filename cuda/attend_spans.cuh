@@ -16,7 +16,7 @@ constexpr int kMaxSpans = kSpanRows + kSpanQueries / kWideQueries;
 #if defined(TL_EMULATOR)
 constexpr int kHeldStates = 64 * 4;  // so that tests see both chunks and groups
 #else
-constexpr int kHeldStates = 64 * 48;
+constexpr int kHeldStates = 64 * 72;
 #endif
 
 // A unit of work is up to kWideQueries queries of one sequence that follow each other, of one KV head, and a segment of keys at absolute

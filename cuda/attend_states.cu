@@ -137,21 +137,23 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
   __syncthreads();
   int kv_head = team_plan.kv_head, index = team_plan.index, left = team_plan.n, parity = 0;
   // By the team's first warp.
-  const auto request = [&](const UnitPlan &u, int chunk) {
+  const auto page_of_unit = [&](const UnitPlan &u, int chunk) {
     const int32_t *table = u.table + (int64_t)a.place.rows.stage * a.place.rows.table_stride;
-    request_chunk(a, pages, page_for_lane(table, chunk, {u.first_key, u.end_key}), kv_head, full);
+    return page_for_lane(table, chunk, {u.first_key, u.end_key});
   };
+  const auto request = [&](const UnitPlan &u, int chunk) { request_chunk(a, pages, page_of_unit(u, chunk), kv_head, full); };
   const bool requests = warp % 4 == 0, early = (team_plan.unit.chunk + 1) * TL_KEY_CHUNK <= team_plan.unit.written;
-  if (requests && left && early) request(team_plan.unit, team_plan.unit.chunk);
+  const int first_page = requests && left ? page_of_unit(team_plan.unit, team_plan.unit.chunk) : 0;
+  if (requests && left && early) request_chunk(a, pages, first_page, kv_head, full);
   if (requests && elected()) *held = team_plan.unit;
+  Keys keys[2];
+  find_keys(keys, a, team_plan.unit.begin, team_plan.unit.n, group);
   wait_for_previous_kernel();
-  if (requests && left && !early) request(team_plan.unit, team_plan.unit.chunk);
+  if (requests && left && !early) request_chunk(a, pages, first_page, kv_head, full);
   int begin = team_plan.unit.begin, n = team_plan.unit.n, chunk = team_plan.unit.chunk, end = team_plan.unit.end;
   int first_state = team_plan.unit.state + kv_head * team_plan.unit.head_states;
 #pragma unroll 1
   while (left > 0) {
-    Keys keys[2];
-    find_keys(keys, a, begin, n, group);
     const bool works = warp % 4 * kTileQueries < n;  // whether any of the warp's queries is there
 #pragma unroll 1
     for (bool last = false, begins = true; !last; chunk++, begins = false) {
@@ -191,6 +193,7 @@ __global__ void __launch_bounds__(kCtaThreads, 2) attend_states(const StatesArgs
     if (requests && elected()) *held = unit;
     begin = unit.begin, n = unit.n, chunk = unit.chunk, end = unit.end;
     first_state = unit.state + kv_head * unit.head_states;
+    find_keys(keys, a, begin, n, group);
   }
 #endif
 }

@@ -268,6 +268,18 @@ TL_DEVICE void copy_bulk_to(shared_t to, const void *from, int nbytes, shared_t 
                "r"(nbytes), "r"(barrier), "h"((uint16_t)ranks)
                : "memory");
 }
+// Eight bytes to the same place in another CTA's shared memory, counted there: no fence, which waits for all that is under way, and no meeting.
+TL_DEVICE void send8(shared_t to, float2 v, shared_t barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %4;\n"
+      "mapa.shared::cluster.u32 counted, %3, %4;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%1, %2}, [counted];\n"
+      "}" ::"r"(to),
+      "f"(v.x), "f"(v.y), "r"(barrier), "r"(rank)
+      : "memory");
+}
 TL_DEVICE void barrier_arrive_at(shared_t barrier, int rank) {
   asm volatile(
       "{\n"

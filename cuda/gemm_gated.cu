@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_gated(const GatedArgs ar
   const auto release = [&](int slot) {
     if (lane_id() == 0) barrier_arrive(ring.empty + slot * 8);
   };
+  constexpr bool kOneByOne = W::kInt8 && N == 128;  // there are no registers for two stages' weights
   wait_for_previous_kernel();  // what was in memory has been read
 #pragma unroll 1
   for (int item = items.first; item < items.end; item += n_chunks) {
@@ -45,10 +46,10 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_gated(const GatedArgs ar
     for (int i = 0; i < N / 2; i++) total[i] = sum[i] = 0.0f;
 #pragma unroll 1
     for (int left = n_blocks; left > 0; left -= kChunkBlocks) {
-      if (left >= kChunkBlocks)
+      if (left >= kChunkBlocks && !kOneByOne)
         sum_chunk<W, N>(sum, ring, warp, release);
       else
-        sum_short_chunk<W, N>(sum, ring, warp, left, release);
+        sum_short_chunk<W, N>(sum, ring, warp, min(left, kChunkBlocks), release);
 #pragma unroll
       for (int i = 0; i < N / 2; i++) total[i] = total[i] + sum[i];
     }
@@ -72,7 +73,8 @@ template <class W>
 void launch_with(const Launcher &launcher, const GatedArgs &args) {
   if (args.some.n_rows <= 16) return launch_tile<W, 16>(launcher, args);
   if (args.some.n_rows <= 32) return launch_tile<W, 32>(launcher, args);
-  return launch_tile<W, 64>(launcher, args);
+  if (args.some.n_rows <= 64) return launch_tile<W, 64>(launcher, args);
+  return launch_tile<W, 128>(launcher, args);
 }
 
 }  // namespace

@@ -73,7 +73,8 @@ template <class W>
 void launch_with(const Launcher &launcher, const SumsArgs &args) {
   if (args.some.n_rows <= 16) return launch_tile<W, 16>(launcher, args);
   if (args.some.n_rows <= 32) return launch_tile<W, 32>(launcher, args);
-  return launch_tile<W, 64>(launcher, args);
+  if (args.some.n_rows <= 64) return launch_tile<W, 64>(launcher, args);
+  return launch_tile<W, 128>(launcher, args);
 }
 
 }  // namespace

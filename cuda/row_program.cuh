@@ -134,7 +134,7 @@ TL_DEVICE void norm_quads(float4 (&v)[kQuads], const Weight &weight, int n, floa
   }
 }
 
-// What a program that begins with sums begins with: these, added up, and the row that is added next, where one is.
+// What a program that begins with sums begins with: these, added up, with the row that is added next, where one is.
 struct NoSums {
   template <int kQuads>
   TL_DEVICE_MEMBER int begin(float4 (&)[kQuads]) const {
@@ -145,18 +145,10 @@ template <int kQuads, bool kAligned>
 struct SummedRow {
   const float *sums;  // shared
   int n;
-  bool adds = false;
-  float4 added[kQuads];
-  TL_DEVICE_MEMBER void load(const RowProgram &p, int from) {
-    adds = p.n_ops > 1 && p.op[1].kind == kRowAdd;
-    if (adds) load_quads<kQuads, kAligned>(added, p.op[1].p + (int64_t)from * p.op[1].stride, p.dim);
-  }
+  bool adds;
   TL_DEVICE_MEMBER int begin(float4 (&v)[kQuads]) const {  // how many operations more that is
     load_quads<kQuads, kAligned>(v, sums, n);
-    if (!adds) return 0;
-#pragma unroll
-    for (int j = 0; j < kQuads; j++) v[j] = make_float4(v[j].x + added[j].x, v[j].y + added[j].y, v[j].z + added[j].z, v[j].w + added[j].w);
-    return 1;
+    return adds;
   }
 };
 

@@ -56,36 +56,61 @@ __global__ void __launch_bounds__(kThreads, kQuads == kFewQuads    ? 4
 
 constexpr int kSumColumns = 2, kSumReads = 24;  // of a thread: columns, and chunks read at a time
 
-// Rows that begin with sums of chunks. The CTAs of a cluster add up a part of the row each, for the first one, which runs the program.
+// Two values of a row, of which the second may not exist.
+template <bool kAligned>
+TL_DEVICE float2 load_two(const float *p, int i, int n) {
+  if constexpr (kAligned) return *(const float2 *)(p + i);
+  return make_float2(p[i], i + 1 < n ? p[i + 1] : 0.0f);
+}
+
+// Rows that begin with sums of chunks. The CTAs of a cluster add up a part of the row each, and what is added next, for the first one, which
+// runs the program.
 template <int kQuads, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kQuads == kFewQuads ? 2 : 1) run_summed_rows(const RowsArgs a) {
+  const RowProgram &p = a.program;
   float *partial = shared_memory<float>(), *summed = partial + 2 * kWarps;
-  const int n_ctas = cluster_size(), rank = cluster_rank(), row = blockIdx.x / n_ctas, n = a.program.dim;
+  const int n_ctas = cluster_size(), rank = cluster_rank(), row = blockIdx.x / n_ctas, n = p.dim;
   let_next_kernel_start();
   touch_arguments(a);
-  const int from = a.program.source_row ? a.program.source_row[row] : row;
+  const int from = p.source_row ? p.source_row[row] : row;
+  const bool adds = p.n_ops > 1 && p.op[1].kind == kRowAdd;
   EarlyNorm<kQuads, kPlain> early;
-  if (rank == 0) early.load(a.program);
+  if (rank == 0) early.load(p);
 #if TL_HOPPER
+  const shared_t landed = shared_of(summed + round_up(n, 4));
+  if (rank == 0 && threadIdx.x == 0) {
+    barrier_init(landed, 1);
+    barrier_init_done();
+    barrier_arrive_expecting(landed, (n + 1) / 2 * 8);
+  }
   cluster_arrive();
 #endif
   wait_for_previous_kernel();
-  SummedRow<kQuads, kPlain> begun{summed, n};
-  if (rank == 0) begun.load(a.program, from);
 #if TL_HOPPER
-  cluster_wait();  // there is shared memory to send to
+  cluster_wait();  // there are a barrier and shared memory to send to
 #endif
-  float *to = const_cast<float *>(of_cluster_rank(summed, 0));
 #pragma unroll 1
   for (int i = (rank * kThreads + threadIdx.x) * kSumColumns; i < n; i += n_ctas * kThreads * kSumColumns) {
     float y[kSumColumns];
-    add_chunks<kSumReads>(y, a.program.sums, from, i);
-    *(float2 *)(to + i) = make_float2(y[0], y[1]);
+    float2 x = make_float2(0.0f, 0.0f);
+    if (adds) x = load_two<kPlain>(p.op[1].p + (int64_t)from * p.op[1].stride, i, n);
+    add_chunks<kSumReads>(y, p.sums, from, i);
+    const float2 v = adds ? make_float2(y[0] + x.x, y[1] + x.y) : make_float2(y[0], y[1]);
+#if TL_HOPPER
+    if (n_ctas > 1) {  // what sends needs a cluster
+      send8(shared_of(summed + i), v, landed, 0);
+      continue;
+    }
+#endif
+    *(float2 *)(summed + i) = v;
   }
-  cluster_sync();
   if (rank) return;
+#if TL_HOPPER
+  if (n_ctas > 1) barrier_wait(landed, 0);
+#endif
+  if (n_ctas == 1) __syncthreads();
   float4 v[kQuads];
-  run_row_program<kQuads, kPlain>(a.program, row, true, v, partial, early, begun);
+  run_row_program<kQuads, kPlain>(p, row, true, v, partial, early, SummedRow<kQuads, kPlain>{summed, n, adds});
   emit_row<kQuads, kPlain>(a, row, v);
 }
 
@@ -195,7 +220,7 @@ void launch_rows(const Launcher &launcher, int n_rows, const RowsArgs &args) {
   }
   int cluster = 1;
   while (cluster < 4 && cluster * kThreads * kSumColumns < p.dim) cluster *= 2;
-  const Shape shape{dim3(n_rows * cluster), kThreads, (2 * kWarps + round_up(p.dim, 4)) * 4, cluster};
+  const Shape shape{dim3(n_rows * cluster), kThreads, (2 * kWarps + round_up(p.dim, 4)) * 4 + 16, cluster};
   launcher.launch(few ? run_summed_rows<kFewQuads, true> : run_summed_rows<kMaxQuads, false>, shape, args);
 }
 

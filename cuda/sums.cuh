@@ -6,7 +6,7 @@
 
 namespace tl {
 
-constexpr int kMaxSumRows = 64;  // of a product that leaves them
+constexpr int kMaxSumRows = 128;  // of a product that leaves them
 
 inline int n_chunks_of(int n_in) { return (n_in + TL_K_CHUNK - 1) / TL_K_CHUNK; }
 

@@ -267,6 +267,8 @@ def test_some_rows_of_a_sequence_repeat_a_graph_for_each_number_of_rows(emulated
 
         behind(20)
         assert [behind(n) for n in (17, 25, 32)] == [1, 1, 1]  # all are filled up to 32 rows
+        behind(128)
+        assert behind(65) == 1
 
 
 def test_closing_gives_everything_back(emulated):

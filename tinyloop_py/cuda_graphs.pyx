@@ -16,7 +16,7 @@ from .plan cimport Plan
 from .errors import OutOfMemoryError
 
 cdef int MAX_GRAPHS = 32
-cdef int PROMPT_ROWS = 64  # of one sequence; with more, kernels take longer than their launches
+cdef int PROMPT_ROWS = 128  # of one sequence; with more, kernels take longer than their launches
 
 
 cdef int power_of_two(int n) noexcept:

@@ -337,6 +337,12 @@ void barrier_copy(void *to, const void *from, int nbytes, uint64_t *barrier) {
   barrier_at(barrier).copies.push_back({to, from, nbytes});
   ++*barrier;  // whoever waits performs it
 }
+void barrier_count(uint64_t *barrier, int nbytes) {
+  Barrier &b = barrier_at(barrier);
+  b.nbytes -= nbytes;
+  ++*barrier;
+  complete(barrier, b);
+}
 volatile uint8_t fetched = 0;
 
 void barrier_wait(uint64_t *barrier, int parity) {

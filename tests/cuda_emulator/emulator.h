@@ -80,6 +80,7 @@ void barrier_arrive(uint64_t *barrier, int nbytes);
 void barrier_wait(uint64_t *barrier, int parity);
 extern volatile uint8_t fetched;  // what fetch_bulk has looked at
 void barrier_copy(void *to, const void *from, int nbytes, uint64_t *barrier);
+void barrier_count(uint64_t *barrier, int nbytes);  // bytes that are there
 
 uint16_t bf16_of(float x);
 uint16_t f16_of(float x);
@@ -382,6 +383,10 @@ inline shared_t in_cluster(shared_t p, int rank) {
 inline void copy_bulk_to(shared_t to, const void *from, int nbytes, shared_t barrier, uint32_t ranks) {
   for (int rank = 0; rank < 16; rank++)
     if (ranks >> rank & 1) copy_bulk(in_cluster(to, rank), from, nbytes, in_cluster(barrier, rank));
+}
+inline void send8(shared_t to, float2 v, shared_t barrier, int rank) {
+  memcpy((void *)in_cluster(to, rank), &v, 8);
+  emulator::barrier_count((uint64_t *)in_cluster(barrier, rank), 8);
 }
 inline void barrier_arrive_at(shared_t barrier, int rank) { barrier_arrive(in_cluster(barrier, rank)); }
 
