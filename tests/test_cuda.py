@@ -4,6 +4,7 @@ Counters of allocations and graphs are the emulator's (TINYLOOP_TEST_BACKENDS=cu
 """
 
 import gc
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from tolerances import TOLERANCES
 
 import tinyloop_py as tl
 from tinyloop_py import devices
+from tinyloop_py.cuda_device import CudaDevice
 from tinyloop_py.kv_export import export_kv
 from tinyloop_py.lockstep import step_generations
 
@@ -50,6 +52,32 @@ def test_steps_that_run_ahead_draw_what_single_steps_draw(how):
             stopped = model.generate(PROMPT, 37, loops=2, stop_tokens=(stop,), **how)
             assert stopped == ahead[: ahead.index(stop, 40) + 1]
         assert model.kv_nbytes == 0
+
+
+def test_what_a_handler_raises_in_the_device_s_code_is_no_failure_of_a_hit(monkeypatch):
+    """A signal may come where Python runs between calls of CUDA, and not only where a step has ended."""
+
+    def limit(*_):
+        raise TimeoutError("enough")
+
+    def interrupted(device, doing):
+        signal.raise_signal(signal.SIGALRM)
+        wait(device, doing)
+
+    with open_model("cuda", "shipped", "bf16") as model:
+        pool, wait = tl.PrefixPool(), CudaDevice.wait
+        model.register_prefix(pool, PROMPT[:20])
+        held, before = model.kv_nbytes, signal.signal(signal.SIGALRM, limit)
+        try:
+            for call in (model.generate_with_pool, lambda pool, prompt, n: model.generate_batch([prompt], n, pool=pool)):
+                monkeypatch.setattr(CudaDevice, "wait", interrupted)
+                with pytest.raises(TimeoutError, match="enough"):
+                    call(pool, PROMPT, 5)
+                monkeypatch.undo()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert pool.stats().fallbacks == pool.stats().queries == 0 and model.kv_nbytes == held
+        assert model.generate_with_pool(pool, PROMPT, 5, temperature=0.0) == model.generate(PROMPT, 5, temperature=0.0)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ from libc.stdint cimport int32_t
 
 from .abi cimport tl_batch
 from .hidden_rows cimport HiddenRows
+from .kv_prefix cimport KvPrefix
 from .plan cimport Plan
 from .runner cimport Runner
-from .kv_prefix cimport KvPrefix
 from .sequence cimport Sequence
 
 

@@ -21,10 +21,10 @@ from .abi cimport (
 from .cuda_context cimport CudaContext
 from .cuda_runner cimport CudaRunner
 from .hidden_rows cimport HiddenRows
+from .kv_prefix cimport PAGES_KV, PAGES_OPERANDS, KvPrefix
 from .plan cimport Plan
 from .runner cimport Runner
 from .sampling cimport Sampling
-from .kv_prefix cimport PAGES_KV, PAGES_OPERANDS, KvPrefix
 from .sequence cimport Sequence
 
 

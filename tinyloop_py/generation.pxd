@@ -2,11 +2,11 @@ from libc.stdint cimport int32_t
 
 from .abi cimport tl_batch
 from .engine cimport Engine
+from .kv_prefix cimport KvPrefix
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
 from .runner cimport Stepper
 from .sampling cimport Sampling
-from .kv_prefix cimport KvPrefix
 from .sequence cimport Sequence
 
 

@@ -8,12 +8,14 @@ from libc.string cimport memcpy, memset
 
 from .abi cimport TL_RUN_HEAD, tl_batch
 from .engine cimport Engine
+from .kv_prefix cimport KvPrefix
 from .pool cimport PrefixPool
 from .runner cimport Runner, Stepper
 from .sampling cimport Sampling
-from .kv_prefix cimport KvPrefix
 
 from .errors import OutOfMemoryError
+
+cdef tuple FAILURES = (RuntimeError, MemoryError)  # of a hit: all else that is raised meanwhile is a signal's handler's
 
 
 cdef class Generation:
@@ -55,7 +57,7 @@ cdef class Generation:
                 prefix = self.entry.payload
         try:
             self.open(prefix)
-        except Exception:
+        except FAILURES:
             if self.entry is None:
                 raise
             self.fall_back()
@@ -161,7 +163,7 @@ cdef class Generation:
         """A step failed. Whether to try it again, with room made or without the hit; else the generation has ended."""
         if self.make_room(error):
             return True
-        if self.entry is not None and isinstance(error, Exception) and not self.seq.interrupted:
+        if self.entry is not None and isinstance(error, FAILURES) and not self.seq.interrupted:
             try:
                 self.fall_back()
                 return True

@@ -4,8 +4,8 @@ import numpy as np
 
 from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
 from .engine cimport Engine
-from .kv_transfer cimport canonical_page, export_pages
 from .kv_prefix cimport KvPrefix, Span
+from .kv_transfer cimport canonical_page, export_pages
 
 from .tensor_file import NUMPY_TYPES
 

@@ -3,10 +3,10 @@
 from libc.stdint cimport int32_t
 
 from .generation cimport Generation
+from .kv_prefix cimport KvPrefix
 from .loaded_model cimport LoadedModel
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
-from .kv_prefix cimport KvPrefix
 from .tokens cimport c_check_vocab, own_tokens
 
 from .errors import OutOfMemoryError

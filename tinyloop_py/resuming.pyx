@@ -8,12 +8,12 @@ from .depth cimport new_rows
 from .engine cimport Engine
 from .generation cimport Generation
 from .hidden_rows cimport HiddenRows
+from .kv_prefix cimport KvPrefix
 from .loaded_model cimport LoadedModel
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
 from .resume_handle cimport ResumeHandle
 from .sampling cimport Sampling
-from .kv_prefix cimport KvPrefix
 from .sequence cimport Sequence
 
 from .errors import OutOfMemoryError

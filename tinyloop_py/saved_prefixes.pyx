@@ -14,10 +14,10 @@ from libc.stdint cimport int32_t, int64_t
 from .abi cimport TL_PAGE_POSITIONS, TL_STAGE_CORE
 from .context cimport PackedMatrix
 from .engine cimport Engine
+from .kv_prefix cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Span
 from .kv_transfer cimport canonical_page, export_pages, import_pages
 from .loaded_model cimport LoadedModel
 from .pages cimport KvStore
-from .kv_prefix cimport PAGES_KV, PAGES_OPERANDS, KvPrefix, Span
 from .tokens cimport c_check_vocab
 
 from .errors import FormatError
