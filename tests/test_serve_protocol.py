@@ -140,6 +140,15 @@ def test_what_is_no_request_gets_an_error_and_the_end(new_loop, status, data):
     run(new_loop, main)
 
 
+def test_a_length_may_have_any_number_of_leading_zeros(new_loop):
+    async def main():
+        async with Served(echo) as served:
+            [(status, _, body)] = answers(await served.ask(asked(f"POST / HTTP/1.1\nhost: x\ncontent-length: {'0' * 5000}2\n", b"hi")))
+            assert status == 200 and body["body"] == "hi"
+
+    run(new_loop, main)
+
+
 def test_a_wish_for_another_protocol_is_not_heard(new_loop):
     async def main():
         async with Served(echo) as served:
@@ -161,15 +170,20 @@ def test_fields_at_the_end_of_a_chunked_body_are_none_of_the_request(new_loop):
     run(new_loop, main)
 
 
-def test_what_follows_a_chunked_body_at_once_is_not_answered_and_nothing_else_is(new_loop):
-    follower = asked("GET /b HTTP/1.1\nhost: x\n")
+FOLLOWERS = [
+    asked("GET /b HTTP/1.1\nhost: x\n"), asked("POST /b HTTP/1.1\nhost: x\ncontent-length: 5\n", b"hello"), asked(CHUNKED, b"1\r\na\r\n0\r\n\r\n"),
+    asked("GET /b HTTP/1.1\nhost: x\nconnection: upgrade\nupgrade: h2c\n"),
+]  # fmt: skip
 
+
+@pytest.mark.parametrize("follower", FOLLOWERS)
+def test_what_follows_a_chunked_body_at_once_is_not_answered_and_nothing_else_is(new_loop, follower):
     async def main():
         async with Served(echo) as served:
             data = asked(CHUNKED, b"2\r\nhi\r\n0\r\n\r\n", close=False)
             [(status, head, body)] = answers(await served.ask(data + follower))
             assert status == 200 and body["body"] == "hi" and b"connection: close" in head  # the client asks again
-            first, second = answers(await served.ask(data, b"", b"", follower))
+            first, second = answers(await served.ask(data, b"", b"", FOLLOWERS[0]))
             assert first[2]["body"] == "hi" and second[2]["path"] == "/b"
 
     run(new_loop, main)

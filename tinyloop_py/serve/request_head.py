@@ -18,6 +18,10 @@ def bad_http(message: str = "Invalid HTTP request received.", status: int = 400)
     return ServeError(status, message, code="bad_http")
 
 
+class _Further(Exception):
+    """Another request begins: it stops the parser, which would take its fields and its body for more of this one's."""
+
+
 class _Parsed:
     """What the parser has found. It is given the bytes of one request alone, but for those that follow a chunked body at once."""
 
@@ -28,7 +32,9 @@ class _Parsed:
         self.has_head = self.whole = self.overrun = False
 
     def on_message_begin(self) -> None:
-        self.overrun = self.whole
+        if self.whole:
+            self.overrun = True
+            raise _Further
 
     def on_url(self, part: bytes) -> None:
         self.target += part
@@ -75,7 +81,7 @@ class RequestHead:
             upgrades = True
         except httptools.HttpParserError:
             raise bad_http() from None
-        if not self._parsed.has_head or self._parsed.overrun:
+        if not self._parsed.has_head:
             raise bad_http()
         self.nbytes = len(data)
         self.method = self._parser.get_method().decode("ascii")
@@ -97,7 +103,7 @@ class RequestHead:
             if name == b"host":
                 n_hosts += 1
             elif name == b"content-length":  # the parser lets one through, of digits, and none beside chunks
-                self.n_body = int(value)
+                self.n_body = int(value.lstrip(b"0") or b"0")  # Python reads no number of thousands of digits, be they zeros
             elif name == b"transfer-encoding":
                 if self.version == "1.0" or self.n_body is None or value.lower() != b"chunked":
                     raise bad_http("Of transfer encodings only 'chunked' is understood, in HTTP/1.1.", 501)
