@@ -90,6 +90,8 @@ class RequestHead:
         self.keep_alive = self.version == "1.1"
         self.expects_continue = False
         self.n_body: int | None = 0
+        if b" HTTP/" not in data.partition(b"\n")[0]:  # the parser knows other protocols too
+            raise bad_http("Only HTTP is spoken here; send HTTP/1.1.", 505)
         self._read_fields()
         self._read_target(self._parsed.target)
         if self.n_body is None and upgrades:
