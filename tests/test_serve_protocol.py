@@ -117,6 +117,7 @@ REFUSED = [
     (400, asked("GET / HTTP/1.1\n")), (400, asked("GET / HTTP/1.1\nhost: x\nhost: y\n")), (400, asked("get / HTTP/1.1\nhost: x\n")),
     (400, b"GET / HTTP/1.1\nhost: x\n\n"), (400, asked("GET / HTTP/1.1\nhost : x\n")), (400, asked("GET / HTTP/1.1\nhost: x\n y: folded\n")),
     (400, asked("GET /\xff HTTP/1.1\nhost: x\n")), (400, asked("GET / HTTP/1.1\nhost: x\ny: \0\n")), (505, asked("GET / HTTP/2.0\nhost: x\n")),
+    (505, b"OPTIONS / RTSP/1.0\r\n\r\n"), (505, b"SOURCE / ICE/1.0\r\n\r\n"),
     (505, b"GET /\r\n\r\n"), (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), (400, b"\x16\x03\x01\x02"), (400, b"\0"),
     (400, asked("POST / HTTP/1.1\nhost: x\ncontent-length: 1\ncontent-length: 1\n", b"a")),
     (400, asked("POST / HTTP/1.1\nhost: x\ncontent-length: -1\n")),
@@ -209,9 +210,9 @@ def test_a_client_that_asks_whether_to_go_on_is_told(new_loop):
 def test_a_request_that_its_head_refuses_is_answered_before_its_body(new_loop):
     async def main():
         async with Served(echo, admit=lambda head: ServeError(403, "no") if head.path == "/no" else None) as served:
-            for head in ("POST /no HTTP/1.1\nhost: x\ncontent-length: 10\n", "GET / HTTP/1.1\nhost: x\ncontent-length: 10\n"):
+            for head in ("POST /no", "GET /", "CONNECT x:1", "TRACE /"):
                 reader, writer = await served.connect()
-                writer.write(asked(head, close=False) + b"abc")
+                writer.write(asked(head + " HTTP/1.1\nhost: x\ncontent-length: 10\n", close=False) + b"abc")
                 [(status, answer, _)] = answers(await reader.read())
                 assert status == (403 if "no" in head else 200) and b"connection: close" in answer
 
@@ -276,11 +277,12 @@ def test_a_head_and_what_follows_at_once_are_one_write():
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("started", ["", "head", "body"])
 def test_an_answer_that_fails_is_seen_to(new_loop, version, started):
     async def app(scope, receive, send):
-        if started:
+        if started:  # a head alone is not yet written
             await send({"type": "http.response.start", "status": 200, "headers": []})
+        if started == "body":
             await send({"type": "http.response.body", "body": b"a", "more_body": True})
             await asyncio.sleep(0.05)
         raise RuntimeError("injected")
@@ -288,11 +290,53 @@ def test_an_answer_that_fails_is_seen_to(new_loop, version, started):
     async def main():
         async with Served(app) as served:
             data = await served.ask(asked(f"GET / HTTP/{version}\nhost: x\n", close=False))
-            if started:
+            if started == "body":
                 assert b"0\r\n\r\n" not in data
             else:
                 [(status, _, body)] = answers(data)
                 assert status == 500 and body["error"]["code"] == "internal_error"
+
+    run(new_loop, main)
+
+
+def test_a_fault_while_a_request_is_read_is_answered(new_loop, caplog):
+    def admit(head):
+        raise RuntimeError("injected")
+
+    async def main():
+        async with Served(echo, admit=admit) as served:
+            [(status, _, body)] = answers(await served.ask(asked("GET / HTTP/1.1\nhost: x\n")))
+            assert status == 500 and body["error"]["code"] == "internal_error"
+
+    run(new_loop, main)
+    assert "a request cannot be read" in caplog.text
+
+
+def test_an_answer_reaches_a_client_that_has_sent_on(new_loop):
+    async def main():
+        async with Served(echo) as served:
+            [(status, _, body)] = answers(await served.ask(asked("GET /a HTTP/1.1\nhost: x\n") + asked("GET /b HTTP/1.1\nhost: x\n") * 100_000))
+            assert status == 200 and body["path"] == "/a"
+
+    run(new_loop, main)
+
+
+def test_connections_that_are_refused_keep_nobody_out(new_loop):
+    async def main():
+        async with Served(echo, max_connections=1) as served:
+            _, held = await served.connect()
+            while not served.state.connections:
+                await asyncio.sleep(0.001)
+            [first] = served.state.connections
+            refused = [await served.connect() for _ in range(3)]
+            for reader, _ in refused:  # who stay, though they have been answered
+                [(status, _, _)] = answers(await reader.read())
+                assert status == 503
+            held.close()
+            while first in served.state.connections:
+                await asyncio.sleep(0.001)
+            [(status, _, _)] = answers(await served.ask(asked("GET / HTTP/1.1\nhost: x\n")))
+            assert status == 200
 
     run(new_loop, main)
 
@@ -343,8 +387,8 @@ def test_the_end_of_a_server_lets_what_it_reads_and_answers_finish(new_loop):
                 connection.shutdown()
             assert await idle_reader.read() == b""
             writer.write(b"i")
-            [(status, _, body)] = answers(await reader.read())
-            assert status == 200 and body["body"] == "hi"
+            [(status, head, body)] = answers(await reader.read())
+            assert status == 200 and body["body"] == "hi" and b"connection: close" in head
 
     run(new_loop, main)
 
