@@ -184,6 +184,9 @@ def test_what_follows_a_chunked_body_at_once_is_not_answered_and_nothing_else_is
             data = asked(CHUNKED, b"2\r\nhi\r\n0\r\n\r\n", close=False)
             [(status, head, body)] = answers(await served.ask(data + follower))
             assert status == 200 and body["body"] == "hi" and b"connection: close" in head  # the client asks again
+            for size in (len(data) + 1, len(data) + len(follower) - 1):  # the rest of the follower comes when the answer is under way
+                [(status, _, body)] = answers(await served.ask((data + follower)[:size], (data + follower)[size:], follower))
+                assert status == 200 and body["body"] == "hi"
             first, second = answers(await served.ask(data, b"", b"", FOLLOWERS[0]))
             assert first[2]["body"] == "hi" and second[2]["path"] == "/b"
 
@@ -265,7 +268,7 @@ def test_a_head_and_what_follows_at_once_are_one_write():
     async def main():
         connection = Served(app)._factory(config=SimpleNamespace(loaded_app=app), server_state=ServerState(), app_state={})
         transport = SimpleNamespace(
-            write=written.append, get_write_buffer_size=lambda: 0, get_extra_info=lambda name: None, is_closing=lambda: False, close=lambda: None
+            write=written.append, get_write_buffer_size=lambda: 0, get_extra_info=lambda name: None, is_closing=lambda: False, write_eof=lambda: None
         )
         connection.connection_made(transport)
         connection.data_received(asked("GET / HTTP/1.1\nhost: x\n"))

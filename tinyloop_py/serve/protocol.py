@@ -66,7 +66,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # of what is waited for: a head, a body, or a further request
         self._is_idle = False
         self.is_last = False  # no further request is taken: what comes is dropped
-        self._lingers = self._is_refused = False  # a client that still sends is left some time to read the answer
+        self._is_refused = False
         self._read_paused = False
 
     # ---- asyncio
@@ -191,18 +191,16 @@ class Connection(asyncio.Protocol):
         unread.clear()
         chunks.feed(data)
         if len(chunks.data) > self.limits.max_body_bytes:
-            self._run(b"", self._body_too_large(), unread=not chunks.whole)
+            self._run(b"", self._body_too_large(), unread=True)
         elif chunks.whole:
-            head.keep_alive = head.keep_alive and not chunks.overrun
-            self._run(bytes(chunks.data))
+            self._run(bytes(chunks.data), unread=chunks.overrun)
 
     def _run(self, body: bytes, refused: ServeError | None = None, *, unread: bool = False) -> None:
-        """Starts the application; with `unread` the rest of the request's body is dropped, and the connection ends with the answer."""
+        """Starts the application; with `unread` something of what was sent is dropped, and the connection ends with the answer."""
         self._stop_timer()
         head = self._head
         assert head is not None
         self._head = self._chunks = None
-        self._lingers = unread
         self.is_last = self.is_last or unread
         if unread:
             self._unread.clear()
@@ -218,16 +216,12 @@ class Connection(asyncio.Protocol):
         """An answer has been written: the next request, or the end."""
         self.server_state.total_requests += 1
         self._exchange = None
-        is_ahead = self._read_paused or bool(self._unread)
-        self._resume_reading()
         if not keep_alive or self.is_last:
             self.is_last = True
             self._unread.clear()
-            if self._lingers or is_ahead:
-                self._linger()
-            else:
-                self.transport.close()
+            self._linger()
         else:
+            self._resume_reading()
             self._is_idle = True
             self._timer = self.loop.call_later(self.limits.idle_seconds, self.transport.close)
             if self._unread:
@@ -249,7 +243,7 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closed with data unread, the answer might be lost on its way."""
+        """Left to the client to close, for a while: closed with data unread, or on its way here, the answer might be lost on its own."""
         self._resume_reading()
         self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
