@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -322,6 +323,23 @@ def test_an_answer_reaches_a_client_that_has_sent_on(new_loop):
             assert status == 200 and body["path"] == "/a"
 
     run(new_loop, main)
+
+
+@pytest.mark.parametrize("data", [asked("GET / HTTP/1.1\nhost: x\n"), asked("GET / HTTP/1.1\nhost: x\ncontent-length: 9\n", close=False)])
+def test_a_client_that_leaves_as_it_is_answered_is_no_fault(new_loop, caplog, data):
+    async def main():
+        async def app(scope, receive, send):
+            client.close()  # the loop has no turn before the answer is written
+            await echo(scope, receive, send)
+
+        async with Served(app) as served:
+            client = socket.create_connection(served._server.sockets[0].getsockname())
+            client.sendall(data)
+            while not served.state.total_requests or served.state.connections or served.state.tasks:
+                await asyncio.sleep(0.001)
+
+    run(new_loop, main)
+    assert not caplog.records
 
 
 def test_connections_that_are_refused_keep_nobody_out(new_loop):

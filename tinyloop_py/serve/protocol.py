@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -244,9 +245,10 @@ class Connection(asyncio.Protocol):
 
     def _linger(self) -> None:
         """Left to the client to close, for a while: closed with data unread, or on its way here, the answer might be lost on its own."""
-        self._resume_reading()
-        self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._resume_reading()
+        with contextlib.suppress(OSError):  # asyncio's raises where the client has left and nobody has noticed yet
+            self.transport.write_eof()
 
     def _resume_reading(self) -> None:
         if self._read_paused:
