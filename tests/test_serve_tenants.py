@@ -124,6 +124,9 @@ def test_a_body_without_a_key_is_not_read(url, keys, length):
                 assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
             else:
                 assert answer.startswith(b"HTTP/1.1 401") and b"invalid_api_key" in answer and b"connection: close" in answer
+    with socket.create_connection((host, int(port)), 120) as connection:  # nobody reads a body of this
+        connection.sendall(f"GET /health HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 def test_metrics_are_for_operators(url, keys):

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse
 
 from .errors import ServeError
 from .loopback import is_loopback
-from .request_head import RequestHead
+from .request_head import NO_BODY, RequestHead
 from .settings import Settings
 from .tenants import Tenants
 
@@ -23,7 +23,8 @@ def admission(settings: Settings, tenants: Tenants) -> Callable[[RequestHead], S
 
     def refusal(head: RequestHead) -> ServeError | None:
         error = wrong_host(head) if settings.check_host else None
-        return error or (unknown_key(head, tenants) if head.n_body != 0 and tenants.need_keys else None)
+        has_body = head.n_body != 0 and head.method not in NO_BODY
+        return error or (unknown_key(head, tenants) if has_body and tenants.need_keys else None)
 
     return refusal
 

@@ -14,14 +14,13 @@ from typing import Any
 
 from .errors import ServeError, internal_error
 from .exchange import Exchange
-from .request_head import MAX_HEAD_BYTES, ChunkedBody, RequestHead, bad_http
+from .request_head import MAX_HEAD_BYTES, NO_BODY, ChunkedBody, RequestHead, bad_http
 from .write_watch import WatchedTransport
 
 logger = logging.getLogger("tinyloop.serve")
 LINGER_SECONDS = 0.5
 MAX_AHEAD = 64 << 10  # bytes of further requests that are read while one is answered
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
-NO_BODY = ("GET", "HEAD", "OPTIONS", "CONNECT", "TRACE")  # those that mean nothing by one: an answer is given before it is read
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import httptools
 from .errors import ServeError
 
 MAX_HEAD_BYTES = 32 << 10
+NO_BODY = ("GET", "HEAD", "OPTIONS", "CONNECT", "TRACE")  # those that mean nothing by one: an answer is given before it is read
 PART_BYTES = 8 << 10  # of a chunked body, that are looked at together
 
 
