@@ -67,6 +67,7 @@ def test_bodies_that_are_no_json_get_400(url, body):
 
 
 def test_other_statuses_have_the_same_shape(url):
+    assert ask(url, "/a%3Fb%00").json["error"]["message"] == "There is no GET /a?b\0."
     assert is_error(ask(url, "/v1/nothing"), 404) and is_error(ask(url, "/health", {}), 405)
     assert is_error(chat(url, model="gpt-4"), 404, "model", "model_not_found")
     assert is_error(ask(url, TEXT, {}, headers={"content-type": "text/plain"}), 415)

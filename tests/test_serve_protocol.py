@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,7 @@ REFUSED = [
     (400, asked("GET / HTTP/1.1\n")), (400, asked("GET / HTTP/1.1\nhost: x\nhost: y\n")), (400, asked("get / HTTP/1.1\nhost: x\n")),
     (400, b"GET / HTTP/1.1\nhost: x\n\n"), (400, asked("GET / HTTP/1.1\nhost : x\n")), (400, asked("GET / HTTP/1.1\nhost: x\n y: folded\n")),
     (400, asked("GET /\xff HTTP/1.1\nhost: x\n")), (400, asked("GET / HTTP/1.1\nhost: x\ny: \0\n")), (505, asked("GET / HTTP/2.0\nhost: x\n")),
+    (505, b"OPTIONS / RTSP/1.0\r\n\r\n"), (505, b"SOURCE / ICE/1.0\r\n\r\n"),
     (505, b"GET /\r\n\r\n"), (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), (400, b"\x16\x03\x01\x02"), (400, b"\0"),
     (400, asked("POST / HTTP/1.1\nhost: x\ncontent-length: 1\ncontent-length: 1\n", b"a")),
     (400, asked("POST / HTTP/1.1\nhost: x\ncontent-length: -1\n")),
@@ -136,6 +138,15 @@ def test_what_is_no_request_gets_an_error_and_the_end(new_loop, status, data):
         async with Served(echo) as served:
             [(got, _, body)] = answers(await served.ask(data))
             assert got == status and set(body["error"]) == {"message", "type", "param", "code"}
+
+    run(new_loop, main)
+
+
+def test_a_length_may_have_any_number_of_leading_zeros(new_loop):
+    async def main():
+        async with Served(echo) as served:
+            [(status, _, body)] = answers(await served.ask(asked(f"POST / HTTP/1.1\nhost: x\ncontent-length: {'0' * 5000}2\n", b"hi")))
+            assert status == 200 and body["body"] == "hi"
 
     run(new_loop, main)
 
@@ -161,15 +172,23 @@ def test_fields_at_the_end_of_a_chunked_body_are_none_of_the_request(new_loop):
     run(new_loop, main)
 
 
-def test_what_follows_a_chunked_body_at_once_is_not_answered_and_nothing_else_is(new_loop):
-    follower = asked("GET /b HTTP/1.1\nhost: x\n")
+FOLLOWERS = [
+    asked("GET /b HTTP/1.1\nhost: x\n"), asked("POST /b HTTP/1.1\nhost: x\ncontent-length: 5\n", b"hello"), asked(CHUNKED, b"1\r\na\r\n0\r\n\r\n"),
+    asked("GET /b HTTP/1.1\nhost: x\nconnection: upgrade\nupgrade: h2c\n"),
+]  # fmt: skip
 
+
+@pytest.mark.parametrize("follower", FOLLOWERS)
+def test_what_follows_a_chunked_body_at_once_is_not_answered_and_nothing_else_is(new_loop, follower):
     async def main():
         async with Served(echo) as served:
             data = asked(CHUNKED, b"2\r\nhi\r\n0\r\n\r\n", close=False)
             [(status, head, body)] = answers(await served.ask(data + follower))
             assert status == 200 and body["body"] == "hi" and b"connection: close" in head  # the client asks again
-            first, second = answers(await served.ask(data, b"", b"", follower))
+            for size in (len(data) + 1, len(data) + len(follower) - 1):  # the rest of the follower comes when the answer is under way
+                [(status, _, body)] = answers(await served.ask((data + follower)[:size], (data + follower)[size:], follower))
+                assert status == 200 and body["body"] == "hi"
+            first, second = answers(await served.ask(data, b"", b"", FOLLOWERS[0]))
             assert first[2]["body"] == "hi" and second[2]["path"] == "/b"
 
     run(new_loop, main)
@@ -195,9 +214,9 @@ def test_a_client_that_asks_whether_to_go_on_is_told(new_loop):
 def test_a_request_that_its_head_refuses_is_answered_before_its_body(new_loop):
     async def main():
         async with Served(echo, admit=lambda head: ServeError(403, "no") if head.path == "/no" else None) as served:
-            for head in ("POST /no HTTP/1.1\nhost: x\ncontent-length: 10\n", "GET / HTTP/1.1\nhost: x\ncontent-length: 10\n"):
+            for head in ("POST /no", "GET /", "CONNECT x:1", "TRACE /"):
                 reader, writer = await served.connect()
-                writer.write(asked(head, close=False) + b"abc")
+                writer.write(asked(head + " HTTP/1.1\nhost: x\ncontent-length: 10\n", close=False) + b"abc")
                 [(status, answer, _)] = answers(await reader.read())
                 assert status == (403 if "no" in head else 200) and b"connection: close" in answer
 
@@ -250,7 +269,7 @@ def test_a_head_and_what_follows_at_once_are_one_write():
     async def main():
         connection = Served(app)._factory(config=SimpleNamespace(loaded_app=app), server_state=ServerState(), app_state={})
         transport = SimpleNamespace(
-            write=written.append, get_write_buffer_size=lambda: 0, get_extra_info=lambda name: None, is_closing=lambda: False, close=lambda: None
+            write=written.append, get_write_buffer_size=lambda: 0, get_extra_info=lambda name: None, is_closing=lambda: False, write_eof=lambda: None
         )
         connection.connection_made(transport)
         connection.data_received(asked("GET / HTTP/1.1\nhost: x\n"))
@@ -262,11 +281,12 @@ def test_a_head_and_what_follows_at_once_are_one_write():
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("started", ["", "head", "body"])
 def test_an_answer_that_fails_is_seen_to(new_loop, version, started):
     async def app(scope, receive, send):
-        if started:
+        if started:  # a head alone is not yet written
             await send({"type": "http.response.start", "status": 200, "headers": []})
+        if started == "body":
             await send({"type": "http.response.body", "body": b"a", "more_body": True})
             await asyncio.sleep(0.05)
         raise RuntimeError("injected")
@@ -274,11 +294,70 @@ def test_an_answer_that_fails_is_seen_to(new_loop, version, started):
     async def main():
         async with Served(app) as served:
             data = await served.ask(asked(f"GET / HTTP/{version}\nhost: x\n", close=False))
-            if started:
+            if started == "body":
                 assert b"0\r\n\r\n" not in data
             else:
                 [(status, _, body)] = answers(data)
                 assert status == 500 and body["error"]["code"] == "internal_error"
+
+    run(new_loop, main)
+
+
+def test_a_fault_while_a_request_is_read_is_answered(new_loop, caplog):
+    def admit(head):
+        raise RuntimeError("injected")
+
+    async def main():
+        async with Served(echo, admit=admit) as served:
+            [(status, _, body)] = answers(await served.ask(asked("GET / HTTP/1.1\nhost: x\n")))
+            assert status == 500 and body["error"]["code"] == "internal_error"
+
+    run(new_loop, main)
+    assert "a request cannot be read" in caplog.text
+
+
+def test_an_answer_reaches_a_client_that_has_sent_on(new_loop):
+    async def main():
+        async with Served(echo) as served:
+            [(status, _, body)] = answers(await served.ask(asked("GET /a HTTP/1.1\nhost: x\n") + asked("GET /b HTTP/1.1\nhost: x\n") * 100_000))
+            assert status == 200 and body["path"] == "/a"
+
+    run(new_loop, main)
+
+
+@pytest.mark.parametrize("data", [asked("GET / HTTP/1.1\nhost: x\n"), asked("GET / HTTP/1.1\nhost: x\ncontent-length: 9\n", close=False)])
+def test_a_client_that_leaves_as_it_is_answered_is_no_fault(new_loop, caplog, data):
+    async def main():
+        async def app(scope, receive, send):
+            client.close()  # the loop has no turn before the answer is written
+            await echo(scope, receive, send)
+
+        async with Served(app) as served:
+            client = socket.create_connection(served._server.sockets[0].getsockname())
+            client.sendall(data)
+            while not served.state.total_requests or served.state.connections or served.state.tasks:
+                await asyncio.sleep(0.001)
+
+    run(new_loop, main)
+    assert not caplog.records
+
+
+def test_connections_that_are_refused_keep_nobody_out(new_loop):
+    async def main():
+        async with Served(echo, max_connections=1) as served:
+            _, held = await served.connect()
+            while not served.state.connections:
+                await asyncio.sleep(0.001)
+            [first] = served.state.connections
+            refused = [await served.connect() for _ in range(3)]
+            for reader, _ in refused:  # who stay, though they have been answered
+                [(status, _, _)] = answers(await reader.read())
+                assert status == 503
+            held.close()
+            while first in served.state.connections:
+                await asyncio.sleep(0.001)
+            [(status, _, _)] = answers(await served.ask(asked("GET / HTTP/1.1\nhost: x\n")))
+            assert status == 200
 
     run(new_loop, main)
 
@@ -329,8 +408,8 @@ def test_the_end_of_a_server_lets_what_it_reads_and_answers_finish(new_loop):
                 connection.shutdown()
             assert await idle_reader.read() == b""
             writer.write(b"i")
-            [(status, _, body)] = answers(await reader.read())
-            assert status == 200 and body["body"] == "hi"
+            [(status, head, body)] = answers(await reader.read())
+            assert status == 200 and body["body"] == "hi" and b"connection: close" in head
 
     run(new_loop, main)
 

@@ -1,6 +1,7 @@
 """Tenants: nobody hits, sees or drops what is another's, on any route; limits are each one's own."""
 
 import itertools
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -108,6 +109,24 @@ def test_keys_are_needed_everywhere_but_for_health_and_the_page(url, keys):
             answer = ask(url, path, body, key=key)
             assert answer.status == 401 and answer.json["error"]["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer", path
     assert ask(url, "/health").status == 200 and ask(url, "/").status == 200
+
+
+@pytest.mark.parametrize("length", ["content-length: 2000000", "transfer-encoding: chunked"])
+def test_a_body_without_a_key_is_not_read(url, keys, length):
+    host, port = url.removeprefix("http://").split(":")
+    paths = {"/v1/completions": "", "/tokenize": "Bearer tl-wrong", "/nowhere": "Basic \xff", "/detokenize": f"Bearer {keys['a']}"}
+    for path, key in paths.items():
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\nauthorization: {key}\r\n{length}\r\n\r\n"
+        with socket.create_connection((host, int(port)), 120) as connection:
+            connection.sendall(head.encode("latin-1"))
+            answer = connection.recv(1 << 16)
+            if path == "/detokenize":
+                assert answer == b"HTTP/1.1 100 Continue\r\n\r\n"
+            else:
+                assert answer.startswith(b"HTTP/1.1 401") and b"invalid_api_key" in answer and b"connection: close" in answer
+    with socket.create_connection((host, int(port)), 120) as connection:  # nobody reads a body of this
+        connection.sendall(f"GET /health HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 def test_metrics_are_for_operators(url, keys):

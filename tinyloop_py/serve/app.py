@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from . import routes_openai, routes_prefixes, routes_status, routes_tokens
-from .errors import ServeError
+from .errors import ServeError, internal_error
 from .front import validation_error
 from .limits import error_response
 from .service import Service
@@ -64,11 +64,12 @@ async def _validation_error(request: Request, error: Any) -> JSONResponse:
 
 
 async def _http_error(request: Request, error: Any) -> JSONResponse:
-    texts = {404: f"There is no {request.method} {request.url.path[:200]}.", 405: f"{request.url.path[:200]} does not take {request.method}."}
+    path = request.scope["path"][:200]  # request.url is made of the Host header too, which may be anything
+    texts = {404: f"There is no {request.method} {path}.", 405: f"{path} does not take {request.method}."}
     response = error_response(ServeError(error.status_code, texts.get(error.status_code, str(error.detail))))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    return error_response(ServeError(500, "The server failed; its log has the reason.", code="internal_error"))
+    return error_response(internal_error())

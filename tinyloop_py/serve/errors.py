@@ -53,6 +53,11 @@ def context_exceeded(n_prompt: int, max_tokens: int, limit: int) -> ServeError:
     return bad_request(text, "messages", "context_length_exceeded")
 
 
+def internal_error() -> ServeError:
+    """A fault of the server's own."""
+    return ServeError(500, "The server failed; its log has the reason.", code="internal_error")
+
+
 def engine_down(reason: str = "the worker that runs the model has died; restart the server") -> ServeError:
     """Nothing can run."""
     return ServeError(503, reason, code="engine_down")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
-from .errors import ServeError
+from .errors import internal_error
 
 if TYPE_CHECKING:
     from .protocol import Connection
@@ -48,10 +48,11 @@ class Exchange:
         finally:
             if self._ended or self.gone.done():
                 pass
-            elif self._started:  # what has been sent is not the whole of it: the client has to notice
+            elif self._started and self._head is None:  # what has been sent is not the whole of it: the client has to notice
                 self._connection.transport.abort()
             else:
-                self._connection.refuse(ServeError(500, "The server failed; its log has the reason.", code="internal_error"))
+                self._head = None
+                self._connection.refuse(internal_error())
 
     def leave(self) -> None:
         """The client is no longer there."""
@@ -99,7 +100,7 @@ class Exchange:
     def _encode_head(self, status: int, headers: Any) -> bytes:
         fields = [*self._connection.server_state.default_headers, *headers]
         names = {name for name, _ in fields}
-        if (b"connection", b"close") in fields:
+        if (b"connection", b"close") in fields or self._connection.is_last:
             self._keep_alive = False
         has_body = self.scope["method"] != "HEAD" and status not in (204, 304)
         if b"content-length" not in names and has_body:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .errors import ServeError
+from .errors import ServeError, internal_error
 from .exchange import Exchange
-from .request_head import MAX_HEAD_BYTES, ChunkedBody, RequestHead, bad_http
+from .request_head import MAX_HEAD_BYTES, NO_BODY, ChunkedBody, RequestHead, bad_http
 from .write_watch import WatchedTransport
 
+logger = logging.getLogger("tinyloop.serve")
 LINGER_SECONDS = 0.5
 MAX_AHEAD = 64 << 10  # bytes of further requests that are read while one is answered
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
-NO_BODY = ("GET", "HEAD", "OPTIONS")  # those that mean nothing by one: an answer is given before it is read
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Connection(asyncio.Protocol):
         self._addresses: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None  # of what is waited for: a head, a body, or a further request
         self._is_idle = False
-        self._is_last = False  # no further request is taken: what comes is dropped
-        self._lingers = self._is_refused = False  # a client that still sends is left some time to read the answer
+        self.is_last = False  # no further request is taken: what comes is dropped
+        self._is_refused = False
         self._read_paused = False
 
     # ---- asyncio
@@ -75,11 +77,11 @@ class Connection(asyncio.Protocol):
         ends = {"server": transport.get_extra_info("sockname"), "client": transport.get_extra_info("peername")}
         self._addresses = {name: address[:2] if address else None for name, address in ends.items()}
         connections = self.server_state.connections
-        connections.add(self)
-        if len(connections) > self.limits.max_connections:
+        if len(connections) >= self.limits.max_connections:  # what is refused is not counted: it would keep others out while it lingers
             text = f"{self.limits.max_connections} connections are open already; try again later."
             self.refuse(ServeError(503, text, code="too_many_connections", retry_after=1))
             return
+        connections.add(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,7 +89,7 @@ class Connection(asyncio.Protocol):
         self._stop_timer()
         self.transport.stop()
         self.server_state.connections.discard(self)
-        self._is_last = True
+        self.is_last = True
         if self._head is not None:  # in the middle of its body: written down as one that left
             self._run(b"", ServeError(499, "The client has left."), unread=True)
         if self._exchange is not None:
@@ -96,7 +98,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """A part of a request, or of several."""
-        if self._is_last and self._head is None:
+        if self.is_last and self._head is None:
             return
         self._unread += data
         if self._exchange is None:
@@ -121,7 +123,7 @@ class Connection(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """From the server: no further request after the one under way."""
-        self._is_last = True
+        self.is_last = True
         if self._exchange is None and self._head is None:
             self.transport.close()
 
@@ -135,6 +137,9 @@ class Connection(asyncio.Protocol):
             self._read_body()
         except ServeError as error:
             self.refuse(error)
+        except Exception:
+            logger.exception("a request cannot be read")
+            self.refuse(internal_error())
 
     def _read_head(self) -> bool:
         """Whether there is one, and its body is to be read."""
@@ -186,19 +191,17 @@ class Connection(asyncio.Protocol):
         unread.clear()
         chunks.feed(data)
         if len(chunks.data) > self.limits.max_body_bytes:
-            self._run(b"", self._body_too_large(), unread=not chunks.whole)
+            self._run(b"", self._body_too_large(), unread=True)
         elif chunks.whole:
-            head.keep_alive = head.keep_alive and not chunks.overrun
-            self._run(bytes(chunks.data))
+            self._run(bytes(chunks.data), unread=chunks.overrun)
 
     def _run(self, body: bytes, refused: ServeError | None = None, *, unread: bool = False) -> None:
-        """Starts the application; with `unread` the rest of the request's body is dropped, and the connection ends with the answer."""
+        """Starts the application; with `unread` something of what was sent is dropped, and the connection ends with the answer."""
         self._stop_timer()
         head = self._head
         assert head is not None
         self._head = self._chunks = None
-        self._lingers = unread
-        self._is_last = self._is_last or unread
+        self.is_last = self.is_last or unread
         if unread:
             self._unread.clear()
         scope = head.scope(refused=refused, **self._addresses)
@@ -213,15 +216,12 @@ class Connection(asyncio.Protocol):
         """An answer has been written: the next request, or the end."""
         self.server_state.total_requests += 1
         self._exchange = None
-        if self._lingers:
+        if not keep_alive or self.is_last:
+            self.is_last = True
+            self._unread.clear()
             self._linger()
-        elif not keep_alive or self._is_last:
-            self._is_last = True
-            self.transport.close()
         else:
-            if self._read_paused:
-                self._read_paused = False
-                self.transport.resume_reading()
+            self._resume_reading()
             self._is_idle = True
             self._timer = self.loop.call_later(self.limits.idle_seconds, self.transport.close)
             if self._unread:
@@ -231,7 +231,7 @@ class Connection(asyncio.Protocol):
         """An answer to what is no request, in the API's shape, and the end."""
         self._stop_timer()
         self._head = self._chunks = None
-        self._is_last = True
+        self.is_last = True
         self._unread.clear()
         if self._is_refused or self.transport.is_closing():
             return
@@ -243,9 +243,16 @@ class Connection(asyncio.Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closed with data unread, the answer might be lost on its way."""
-        self.transport.write_eof()
+        """Left to the client to close, for a while: closed with data unread, or on its way here, the answer might be lost on its own."""
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._resume_reading()
+        with contextlib.suppress(OSError):  # asyncio's raises where the client has left and nobody has noticed yet
+            self.transport.write_eof()
+
+    def _resume_reading(self) -> None:
+        if self._read_paused:
+            self._read_paused = False
+            self.transport.resume_reading()
 
     # ---- times
 

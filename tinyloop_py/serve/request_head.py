@@ -10,12 +10,17 @@ import httptools
 from .errors import ServeError
 
 MAX_HEAD_BYTES = 32 << 10
+NO_BODY = ("GET", "HEAD", "OPTIONS", "CONNECT", "TRACE")  # those that mean nothing by one: an answer is given before it is read
 PART_BYTES = 8 << 10  # of a chunked body, that are looked at together
 
 
 def bad_http(message: str = "Invalid HTTP request received.", status: int = 400) -> ServeError:
     """What is no HTTP/1.1, or none that is spoken here."""
     return ServeError(status, message, code="bad_http")
+
+
+class _Further(Exception):
+    """Another request begins: it stops the parser, which would take its fields and its body for more of this one's."""
 
 
 class _Parsed:
@@ -28,7 +33,9 @@ class _Parsed:
         self.has_head = self.whole = self.overrun = False
 
     def on_message_begin(self) -> None:
-        self.overrun = self.whole
+        if self.whole:
+            self.overrun = True
+            raise _Further
 
     def on_url(self, part: bytes) -> None:
         self.target += part
@@ -75,7 +82,7 @@ class RequestHead:
             upgrades = True
         except httptools.HttpParserError:
             raise bad_http() from None
-        if not self._parsed.has_head or self._parsed.overrun:
+        if not self._parsed.has_head:
             raise bad_http()
         self.nbytes = len(data)
         self.method = self._parser.get_method().decode("ascii")
@@ -84,6 +91,8 @@ class RequestHead:
         self.keep_alive = self.version == "1.1"
         self.expects_continue = False
         self.n_body: int | None = 0
+        if b" HTTP/" not in data.partition(b"\n")[0]:  # the parser knows other protocols too
+            raise bad_http("Only HTTP is spoken here; send HTTP/1.1.", 505)
         self._read_fields()
         self._read_target(self._parsed.target)
         if self.n_body is None and upgrades:
@@ -97,7 +106,7 @@ class RequestHead:
             if name == b"host":
                 n_hosts += 1
             elif name == b"content-length":  # the parser lets one through, of digits, and none beside chunks
-                self.n_body = int(value)
+                self.n_body = int(value.lstrip(b"0") or b"0")  # Python reads no number of thousands of digits, be they zeros
             elif name == b"transfer-encoding":
                 if self.version == "1.0" or self.n_body is None or value.lower() != b"chunked":
                     raise bad_http("Of transfer encodings only 'chunked' is understood, in HTTP/1.1.", 501)

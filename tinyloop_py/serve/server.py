@@ -11,7 +11,7 @@ import uvicorn
 
 from .app import create_app, direct_routes
 from .front import Front
-from .limits import wrong_host
+from .limits import admission
 from .protocol import Limits, protocol_factory
 from .service import Service
 from .settings import Settings
@@ -73,7 +73,7 @@ def make_server(settings: Settings, host: str, port: int, **options: Any) -> Dra
     service: Service = app.state.service
     limits = Limits(
         settings.max_connections, settings.max_body_bytes, settings.header_seconds, settings.body_seconds, settings.write_seconds,
-        settings.idle_seconds, wrong_host if settings.check_host else lambda head: None,
+        settings.idle_seconds, admission(settings, service.tenants),
     )  # fmt: skip
     config = uvicorn.Config(
         Front(app, service, direct_routes()), host, port, http=protocol_factory(limits), ws="none", lifespan="on", log_config=None, access_log=False,
