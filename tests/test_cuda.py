@@ -69,7 +69,11 @@ def test_what_a_handler_raises_in_the_device_s_code_is_no_failure_of_a_hit(monke
         model.register_prefix(pool, PROMPT[:20])
         held, before = model.kv_nbytes, signal.signal(signal.SIGALRM, limit)
         try:
-            for call in (model.generate_with_pool, lambda pool, prompt, n: model.generate_batch([prompt], n, pool=pool)):
+            for call in (
+                model.generate_with_pool,
+                lambda pool, prompt, n: model.generate_batch([prompt], n, pool=pool),
+                lambda pool, prompt, n: model.build_resume_handle(prompt, pool=pool),
+            ):
                 monkeypatch.setattr(CudaDevice, "wait", interrupted)
                 with pytest.raises(TimeoutError, match="enough"):
                     call(pool, PROMPT, 5)

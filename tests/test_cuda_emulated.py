@@ -13,6 +13,7 @@ from runtime import BACKENDS_VARIABLE, EMULATED, backends
 
 TESTS = (
     "test_cuda.py::test_steps_that_run_ahead_draw_what_single_steps_draw[greedy]",
+    "test_cuda.py::test_what_a_handler_raises_in_the_device_s_code_is_no_failure_of_a_hit",
     "test_cuda.py::test_a_warm_request_allocates_nothing_and_makes_no_graph",
     "test_cuda.py::test_an_output_that_is_kept_is_the_prefix_of_its_tokens",
     "test_cuda.py::test_closing_gives_everything_back",

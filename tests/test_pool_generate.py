@@ -397,7 +397,11 @@ def test_what_a_signal_raises_while_a_hit_is_prepared_is_no_failure_of_the_hit(b
         model.register_prefix(pool, prompt[:40])
         held, before = model.kv_nbytes, signal.signal(signal.SIGALRM, limit)
         try:
-            for call in (model.generate_with_pool, lambda pool, p, n: model.generate_batch([p], n, pool=pool)):
+            for call in (
+                model.generate_with_pool,
+                lambda pool, p, n: model.generate_batch([p], n, pool=pool),
+                lambda pool, p, n: model.build_resume_handle(p, pool=pool),
+            ):
                 signal.setitimer(signal.ITIMER_REAL, 0.01)  # whatever runs 30,000 tokens has begun by then, and not ended
                 with pytest.raises(TimeoutError, match="enough"):
                     call(pool, prompt, 5)

@@ -17,3 +17,6 @@ class OutOfMemoryError(RuntimeError):
 
 class PoolFullError(RuntimeError):
     """A prefix does not fit its pool: it exceeds the pool's budgets, or only pinned entries are left to evict."""
+
+
+HIT_FAILURES = (RuntimeError, MemoryError)  # what a pool's hit fails with: all else that is raised meanwhile is a signal's handler's

@@ -13,9 +13,7 @@ from .pool cimport PrefixPool
 from .runner cimport Runner, Stepper
 from .sampling cimport Sampling
 
-from .errors import OutOfMemoryError
-
-cdef tuple FAILURES = (RuntimeError, MemoryError)  # of a hit: all else that is raised meanwhile is a signal's handler's
+from .errors import HIT_FAILURES, OutOfMemoryError
 
 
 cdef class Generation:
@@ -57,7 +55,7 @@ cdef class Generation:
                 prefix = self.entry.payload
         try:
             self.open(prefix)
-        except FAILURES:
+        except HIT_FAILURES:
             if self.entry is None:
                 raise
             self.fall_back()
@@ -163,7 +161,7 @@ cdef class Generation:
         """A step failed. Whether to try it again, with room made or without the hit; else the generation has ended."""
         if self.make_room(error):
             return True
-        if self.entry is not None and isinstance(error, FAILURES) and not self.seq.interrupted:
+        if self.entry is not None and isinstance(error, HIT_FAILURES) and not self.seq.interrupted:
             try:
                 self.fall_back()
                 return True

@@ -16,7 +16,7 @@ from .resume_handle cimport ResumeHandle
 from .sampling cimport Sampling
 from .sequence cimport Sequence
 
-from .errors import OutOfMemoryError
+from .errors import HIT_FAILURES, OutOfMemoryError
 
 
 class Resuming:
@@ -138,7 +138,7 @@ cdef tuple run_with_pool(Engine engine, PrefixPool pool, const int32_t[::1] toke
                 rows = new_rows(engine, tokens.shape[0], None)
                 held = (engine.build_prefix(tokens, key[1], key[2], None, rows), rows)
             break
-        except Exception as error:
+        except HIT_FAILURES as error:
             rows = None
             if pool is None:
                 raise
