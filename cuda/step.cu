@@ -196,7 +196,7 @@ uint64_t channel_nbytes(const tl_plan &plan) {
   int widest = plan.dim_pad;
   for (const tl_phase &f : plan.phases)
     if (f.weight.data && f.kind != TL_PHASE_EMBED && f.kind != TL_PHASE_HEAD) widest = std::max({widest, f.weight.n_out, pad16(f.weight.n_in)});
-  return (uint64_t)round_up((widest + 1) / 2, 64) * 16;  // see row_word_at
+  return (uint64_t)round_up((widest + 1) / 2, 64) * kWordStride;  // see row_word_at
 }
 
 }  // namespace

@@ -192,7 +192,7 @@ TL_DEVICE void hand_attention(const StepAttention &t, const AttentionHead &h, co
   const uint32_t high = __shfl_sync(0xffffffffu, pair, hand.lane() + 2);
   if (hand.lane()) return;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
-    if (h.words) store_flagged(h.words + column * 4, (uint64_t)high << 32 | low, hand.flag);
+    if (h.words) store_flagged(h.words + operand_word_at(column), (uint64_t)high << 32 | low, hand.flag);
     put_four(four_at(h.out, column), low, high);
   };
   hand_on(quad.column, pair, high);

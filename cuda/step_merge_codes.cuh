@@ -116,7 +116,7 @@ TL_DEVICE void hand_heads(const StepAttention &t, const AttentionHead &h, const 
                           const AttentionMemory &m, const Handover &hand) {
   const int lane = hand.lane(), head_dim = shape.head_dim, q_dim = shape.n_kv_heads * shape.group * head_dim;
   const auto hand_on = [&](int column, uint32_t low, uint32_t high) {
-    if (h.words) store_flagged(h.words + column * 4, (uint64_t)high << 32 | low, hand.flag);
+    if (h.words) store_flagged(h.words + operand_word_at(column), (uint64_t)high << 32 | low, hand.flag);
     put_four(four_at(h.out, column), low, high);
   };
 #pragma unroll 1

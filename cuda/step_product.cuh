@@ -51,7 +51,7 @@ TL_DEVICE Output output_of(const StepProduct &t, const ProductHead &h, const Ste
   if (h.kind == kActivate) {
     const int column = gated ? output / 32 * 16 + lane : output;
     o.operand = lane % 4 ? nullptr : four_at(h.out, column);
-    o.words = h.words && lane % 4 == 0 ? h.words + column * 4 : nullptr;
+    o.words = h.words && lane % 4 == 0 ? h.words + operand_word_at(column) : nullptr;
     return o;
   }
   o.words = h.words && lane % 2 == 0 ? h.words + row_word_at(output / 2) : nullptr;

@@ -63,7 +63,7 @@ TL_DEVICE void take_quads(float4 (&v)[kStepQuads], const Handover &hand, const C
               hand.quad(1) < n   ? 4
               : hand.quad(0) < n ? 2
                                  : 0,
-              hand.flag - c.back, [&](int i) { return from + i / 2 * (kThreads * 32) + row_word_at(i % 2); });
+              hand.flag - c.back, [&](int i) { return from + i / 2 * row_word_at(kThreads * 2) + row_word_at(i % 2); });
 #pragma unroll
   for (int j = 0; j < kStepQuads; j++) v[j] = quad_from(data + 2 * j);
 }
@@ -172,7 +172,7 @@ TL_DEVICE void take_operand(const StepProduct &t, const ProductHead &h, const St
   for (int i = hand.thread; i < n; i += kThreads * kAtOnce, to += kThreads * kAtOnce * 8) {
     uint64_t data[kAtOnce];
     const int mine = (n - i + kThreads - 1) / kThreads;
-    await_words(data, mine, flag, [&](int j) { return words + (i + j * kThreads) * 16; });
+    await_words(data, mine, flag, [&](int j) { return words + operand_word_at((i + j * kThreads) * 4); });
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++)
       if (j < mine) put_four(to + j * kThreads * 8, (uint32_t)data[j], (uint32_t)(data[j] >> 32));

@@ -23,9 +23,13 @@ struct Channel {
 };
 constexpr Channel kMemory = {nullptr, 0};
 
+// Bytes from a channel's word to the next one. A word takes 16.
+constexpr int kWordStride = 16;
 // Where the word with floats 2 word and 2 word + 1 of a row lies: the first words of 32 quads, then the second ones, so that a warp whose lanes
 // read a quad each reads what lies side by side.
-TL_BOTH int row_word_at(int word) { return (word / 64 * 64 + word % 2 * 32 + word % 64 / 2) * 16; }
+TL_BOTH int row_word_at(int word) { return (word / 64 * 64 + word % 2 * 32 + word % 64 / 2) * kWordStride; }
+// Where the word with four columns of an operand lies, from `column` on, a multiple of four.
+TL_BOTH int operand_word_at(int column) { return column * (kWordStride / 4); }
 
 // A flag tells a task's words from all others': from the lowest bit the number of the task in its step, the number of the step, and
 // what a task counts for itself.
