@@ -63,31 +63,19 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_gated(const GatedArgs ar
 #endif
 }
 
-template <class W, int N>
-void launch_tile(const Launcher &launcher, GatedArgs args) {
-  const Shape shape = cut_some<W, N>(launcher.context, args.some);
-  launcher.launch(gemm_gated<W, N>, shape, args);
-}
-
-template <class W>
-void launch_with(const Launcher &launcher, const GatedArgs &args) {
-  if (args.some.n_rows <= 16) return launch_tile<W, 16>(launcher, args);
-  if (args.some.n_rows <= 32) return launch_tile<W, 32>(launcher, args);
-  if (args.some.n_rows <= 64) return launch_tile<W, 64>(launcher, args);
-  return launch_tile<W, 128>(launcher, args);
-}
+// Which kernel takes a product, for launch_some.
+struct Gated {
+  using Args = GatedArgs;
+  template <class W, int N>
+  static constexpr auto kernel = gemm_gated<W, N>;
+};
 
 }  // namespace
 
 bool gemm_takes_gates(const GemmArgs &args) { return args.n_rows <= kMaxSumRows && takes_gates(args.epilogue); }
 
 void launch_gemm_gated(const Launcher &launcher, const GemmArgs &args) {
-  const GatedArgs gated{{args.weight, args.source, args.n_rows, 0, 0, 0, true}, args.bias, args.epilogue};
-  switch (args.weight.dtype) {
-    case TL_BF16: return launch_with<FloatWeights<Bf16>>(launcher, gated);
-    case TL_F16: return launch_with<FloatWeights<F16>>(launcher, gated);
-    default: return launch_with<Int8Weights>(launcher, gated);
-  }
+  launch_some<Gated>(launcher, {{args.weight, args.source, args.n_rows, 0, 0, 0, true}, args.bias, args.epilogue});
 }
 
 }  // namespace tl

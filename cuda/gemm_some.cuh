@@ -164,4 +164,26 @@ Shape cut_some(const tl_context &context, SomeArgs &a) {
   return {dim3(std::min(a.n_items / unit, n_ctas)), kSomeThreads, a.n_stages * stage_bytes + beyond, 1};
 }
 
+// Launches a product's kernel for its weights and rows. Product: Args, whose `some` is cut here, and the kernels that take them.
+template <class Product, class W, int N>
+void launch_cut(const Launcher &launcher, typename Product::Args args) {
+  const Shape shape = cut_some<W, N>(launcher.context, args.some);
+  launcher.launch(Product::template kernel<W, N>, shape, args);
+}
+template <class Product, class W>
+void launch_rows_of(const Launcher &launcher, const typename Product::Args &args) {
+  if (args.some.n_rows <= 16) return launch_cut<Product, W, 16>(launcher, args);
+  if (args.some.n_rows <= 32) return launch_cut<Product, W, 32>(launcher, args);
+  if (args.some.n_rows <= 64) return launch_cut<Product, W, 64>(launcher, args);
+  return launch_cut<Product, W, 128>(launcher, args);
+}
+template <class Product>
+void launch_some(const Launcher &launcher, const typename Product::Args &args) {
+  switch (args.some.weight.dtype) {
+    case TL_BF16: return launch_rows_of<Product, FloatWeights<Bf16>>(launcher, args);
+    case TL_F16: return launch_rows_of<Product, FloatWeights<F16>>(launcher, args);
+    default: return launch_rows_of<Product, Int8Weights>(launcher, args);
+  }
+}
+
 }  // namespace tl

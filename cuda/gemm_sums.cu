@@ -63,19 +63,12 @@ __global__ void __launch_bounds__(kSomeThreads, 1) gemm_sums(const SumsArgs args
 #endif
 }
 
-template <class W, int N>
-void launch_tile(const Launcher &launcher, SumsArgs args) {
-  const Shape shape = cut_some<W, N>(launcher.context, args.some);
-  launcher.launch(gemm_sums<W, N>, shape, args);
-}
-
-template <class W>
-void launch_with(const Launcher &launcher, const SumsArgs &args) {
-  if (args.some.n_rows <= 16) return launch_tile<W, 16>(launcher, args);
-  if (args.some.n_rows <= 32) return launch_tile<W, 32>(launcher, args);
-  if (args.some.n_rows <= 64) return launch_tile<W, 64>(launcher, args);
-  return launch_tile<W, 128>(launcher, args);
-}
+// Which kernel takes a product, for launch_some.
+struct Sums {
+  using Args = SumsArgs;
+  template <class W, int N>
+  static constexpr auto kernel = gemm_sums<W, N>;
+};
 
 }  // namespace
 
@@ -84,12 +77,7 @@ bool gemm_leaves_sums(const tl_context &context, const Matrix &weight, int n_row
 }
 
 ChunkSums launch_gemm_sums(const Launcher &launcher, const Matrix &weight, const float *bias, int n_rows, const Operand &source, float *sums) {
-  const SumsArgs args{{weight, source, n_rows, 0, 0, 0, false}, sums};
-  switch (weight.dtype) {
-    case TL_BF16: launch_with<FloatWeights<Bf16>>(launcher, args); break;
-    case TL_F16: launch_with<FloatWeights<F16>>(launcher, args); break;
-    default: launch_with<Int8Weights>(launcher, args);
-  }
+  launch_some<Sums>(launcher, {{weight, source, n_rows, 0, 0, 0, false}, sums});
   return {sums, n_chunks_of(weight.n_in), n_rows, weight.n_out, weight.scales, bias};
 }
 
