@@ -6,12 +6,9 @@
 
 #include "attend.cuh"
 #include "gemm.cuh"
-#include "gemv.cuh"
+#include "lower_rows.h"
 #include "operands.cuh"
-#include "plan.h"
-#include "rows.cuh"
 #include "sample.cuh"
-#include "step.cuh"
 
 namespace tl {
 namespace {
@@ -21,92 +18,43 @@ enum class Path { kGemv, kGemm, kF32 };
 class Lowering {
  public:
   Lowering(tl_plan &plan, const tl_batch &batch, cudaStream_t stream)
-      : p_(plan), d_(plan.desc), b_(batch), launcher_{plan.context, stream}, n_rows_(batch.n_rows) {}
+      : p_(plan), d_(plan.desc), b_(batch), n_rows_(batch.n_rows), kernels_(plan, stream), rows_(plan, batch, kernels_) {}
 
   void run() {
     lower();
-    release();
+    kernels_.release();
   }
 
  private:
   void lower() {
     plan_spans();
-    start_program();
     if (b_.sections & TL_RUN_PRELUDE)
       section(0, TL_STAGE_PRELUDE);
     else if (b_.n_rows && b_.x_in)
-      add_op(kRowLoad, b_.x_in, d_.dim);
+      rows_.add(kRowLoad, b_.x_in, d_.dim);
     if (b_.sections & TL_RUN_CORE)
       for (int loop = b_.loop_begin; loop < b_.loop_end; loop++) {
-        loops_.push_back((int)parts_.size());
+        kernels_.mark_loop();
         section(1, TL_STAGE_CORE + loop);
         if (b_.boundary_x && b_.n_out) copy_out_rows(b_.boundary_x + (int64_t)(loop - b_.loop_begin) * b_.n_out * d_.dim);
       }
-    loops_.push_back((int)parts_.size());
+    kernels_.mark_loop();
     if (b_.x_out) {
-      add_op(kRowStore, b_.x_out, d_.dim);
-      flush(current_);  // the head's program runs for the out rows alone
+      rows_.add(kRowStore, b_.x_out, d_.dim);
+      rows_.flush();  // the head's program runs for the out rows alone
     }
     if (b_.sections & TL_RUN_CODA) section(2, TL_STAGE_CODA);
-    if (!(b_.sections & TL_RUN_HEAD)) return flush(0);
+    if (!(b_.sections & TL_RUN_HEAD)) return rows_.flush_first();
     if (b_.n_out) section(3, 0);
   }
 
-  // ---- kernels: those that a one-row step may run as one are kept back until another comes, or the end
-
-  void keep(const GemvArgs &args) { parts_.push_back(StepPart{false, args, {}}); }
-  void keep(const AttendArgs &args) { parts_.push_back(StepPart{true, {}, args}); }
-
-  void release() {
-    const bool whole = !loops_.empty() && loops_.back() <= (int)parts_.size();
-    if (!parts_.empty() && !launch_step(launcher_, p_, parts_, whole ? loops_ : std::vector<int>()))
-      for (const StepPart &part : parts_) part.attends ? launch_attend_split(launcher_, part.attend) : launch_gemv(launcher_, part.gemv);
-    parts_.clear();
-    loops_.clear();
-  }
-
-  const Launcher &launcher() {
-    release();
-    return launcher_;
-  }
-
-  // ---- the row program
-
-  float *x(int i) const { return p_.buffer(p_.scratch.x[i]); }
   // What the loops inject: saved by this batch's prelude, or given where it is left out.
   bool e_is_given() const { return b_.e_in && !(b_.sections & TL_RUN_PRELUDE); }
   const float *e() const { return e_is_given() ? b_.e_in : p_.buffer(p_.scratch.e); }
   int e_stride() const { return e_is_given() ? d_.dim : p_.dim_pad; }
   float *y() const { return p_.buffer(p_.scratch.y); }
 
-  // An empty program that reads x where it is.
-  void start_program() {
-    program_ = {};
-    program_.dim = d_.dim;
-    program_.eps = d_.norm_eps;
-    program_.token = b_.token;
-    program_.pos = b_.pos;
-    add_op(kRowLoad, x(current_), p_.dim_pad);
-    changed_ = false;
-  }
-
-  void add_op(RowOpKind kind, const float *p = nullptr, int stride = 0, float factor = 0.0f, uint64_t seed = 0) {
-    if (kind == kRowLoad || kind == kRowEmbed || kind == kRowZero || kind == kRowNoise ||
-        kind == kRowSums) {  // what was there is overwritten, unless stored
-      if (program_.n_ops && program_.op[program_.n_ops - 1].kind != kRowStore) program_.n_ops = 0;
-    }
-    program_.op[program_.n_ops++] = RowOp{kind, stride, p, factor, seed};
-    changed_ = true;
-  }
-
-  // Runs the program by itself, leaving its result in x[to].
-  void flush(int to) {
-    if (!changed_ && to == current_) return;
-    add_op(kRowStore, x(to), p_.dim_pad);
-    launch_rows(launcher(), n_rows_, RowsArgs{program_, Operand{}});
-    current_ = to;
-    start_program();
-  }
+  const Launcher &launcher() { return kernels_.launcher(); }
 
   // ---- products
 
@@ -118,7 +66,7 @@ class Lowering {
   Path path_of(const tl_matrix &weight, int n_rows) const {
     if (weight.dtype == TL_F32) return Path::kF32;
     if (n_rows > most_gemv_rows(weight)) return Path::kGemm;
-    GemvArgs largest = {matrix_of(weight), x(0), n_rows, weight.n_out % 32 ? 1 : 2, {}, {}, {}};  // of what a phase may ask for
+    GemvArgs largest = {matrix_of(weight), rows_.x(), n_rows, weight.n_out % 32 ? 1 : 2, {}, {}, {}};  // of what a phase may ask for
     largest.epilogue.kind = kAddToRows;
     return gemv_shared_nbytes(p_.context, largest) <= p_.context.max_shared_nbytes ? Path::kGemv : Path::kGemm;
   }
@@ -137,7 +85,7 @@ class Lowering {
     if (path == Path::kGemv) {
       GemvArgs g = {weight, bias, n_rows, epilogue.kind == kActivate && epilogue.gated ? 2 : 1, source, {}, epilogue};
       if (program) g.program = *program;
-      return n_rows == 1 ? keep(g) : launch_gemv(launcher(), g);
+      return n_rows == 1 ? kernels_.keep(g) : launch_gemv(launcher(), g);
     }
     if (epilogue.kind == kToSums) {
       sums_ = launch_gemm_sums(launcher(), weight, bias, n_rows, source, epilogue.out);
@@ -149,19 +97,17 @@ class Lowering {
 
   // A product of the program's result, normed where the phase has a norm, with e behind it where asked.
   void product_of_rows(const tl_phase &phase, int n_rows, const Epilogue &epilogue, bool keeps_x, bool with_e = false) {
-    if (with_e) program_.tail = e(), program_.tail_stride = e_stride();
+    if (with_e) rows_.program.tail = e(), rows_.program.tail_stride = e_stride();
     const bool kept = phase.kind == TL_PHASE_QKV && b_.operand_table;  // beyond the batch
-    const bool fused = !kept && n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv && fits_gemv(program_);
-    const int to = fused ? 1 - current_ : current_;  // CTAs that run the same program still read x
-    const bool stores = keeps_x && changed_;
-    if (stores) add_op(kRowStore, x(to), p_.dim_pad);
-    if (phase.norm) add_op(kRowNorm, phase.norm);
+    const bool fused = !kept && n_rows == 1 && path_of(phase.weight, 1) == Path::kGemv && fits_gemv(rows_.program);
+    const bool stores = keeps_x && rows_.changed(), moves = stores && fused;  // CTAs that run the same program still read x
+    if (stores) rows_.store(moves ? rows_.other() : rows_.x());
+    if (phase.norm) rows_.add(kRowNorm, phase.norm);
     const Operand operand = operand_of(p_.scratch.operand, phase.weight, n_rows);
-    if (!fused) launch_rows(launcher(), n_rows, RowsArgs{program_, operand});
+    if (!fused) launch_rows(launcher(), n_rows, RowsArgs{rows_.program, operand});
     if (kept) move_operands(phase, operand, false);
-    product(phase, n_rows, operand, fused ? &program_ : nullptr, epilogue);
-    if (stores) current_ = to;
-    start_program();
+    product(phase, n_rows, operand, fused ? &rows_.program : nullptr, epilogue);
+    moves ? rows_.restart_other() : rows_.restart();
   }
 
   // ---- phases
@@ -175,40 +121,39 @@ class Lowering {
     const tl_phase &f = p_.phases[i];
     if ((b_.sections & TL_RUN_REBUILD) && f.kind != TL_PHASE_QKV) return;
     switch (f.kind) {
-      case TL_PHASE_EMBED: program_.embedding = matrix_of(f.weight); return add_op(kRowEmbed, nullptr, 0, f.scale);
+      case TL_PHASE_EMBED: rows_.program.embedding = matrix_of(f.weight); return rows_.add(kRowEmbed, nullptr, 0, f.scale);
       case TL_PHASE_STATE_INIT: return state_init(f);
-      case TL_PHASE_INJECT: return f.weight.data ? inject(f) : add_op(kRowAdd, e(), e_stride());
+      case TL_PHASE_INJECT: return f.weight.data ? inject(f) : rows_.add(kRowAdd, e(), e_stride());
       case TL_PHASE_QKV: return qkv(f);
       case TL_PHASE_ATTEND: return attend(f, p_.phases[i + 1]);
       case TL_PHASE_OUT: return residual(f, p_.scratch.attn);
       case TL_PHASE_GATE_UP: return gate_up(f, p_.phases[i + 1]);
       case TL_PHASE_DOWN: return residual(f, p_.scratch.hidden);
-      case TL_PHASE_NORM: return add_op(kRowNorm, f.norm);
+      case TL_PHASE_NORM: return rows_.add(kRowNorm, f.norm);
       default: return head(f);
     }
   }
 
   void state_init(const tl_phase &f) {
     const bool saves = f.flags & TL_PHASE_SAVE_INPUT;
-    if (saves) add_op(kRowStore, p_.buffer(p_.scratch.e), p_.dim_pad);
-    if (b_.e_out) add_op(kRowStore, b_.e_out, d_.dim);
+    if (saves) rows_.store(p_.buffer(p_.scratch.e));
+    if (b_.e_out) rows_.add(kRowStore, b_.e_out, d_.dim);
     if (b_.x_in)
-      add_op(kRowLoad, b_.x_in, d_.dim);
+      rows_.add(kRowLoad, b_.x_in, d_.dim);
     else if (f.option == TL_INIT_ZERO)
-      add_op(kRowZero);
+      rows_.add(kRowZero);
     else if (f.option == TL_INIT_NORMAL)
-      add_op(kRowNoise, nullptr, 0, f.scale, f.seed);
-    if (saves || b_.e_out) flush(current_);  // e must be in memory before anyone adds it, and is every row's
+      rows_.add(kRowNoise, nullptr, 0, f.scale, f.seed);
+    if (saves || b_.e_out) rows_.flush();  // e must be in memory before anyone adds it, and is every row's
   }
 
   void inject(const tl_phase &f) {
     Epilogue to_x = {};
     to_x.kind = kToRows;
-    to_x.out = x(1 - current_);
+    to_x.out = rows_.other();
     to_x.stride = p_.dim_pad;
     product_of_rows(f, n_rows_, to_x, false, true);
-    current_ = 1 - current_;
-    start_program();
+    rows_.restart_other();
   }
 
   void qkv(const tl_phase &f) {
@@ -306,7 +251,7 @@ class Lowering {
     if (window != windows_.end()) return launch_attend_states(launcher(), args, window - windows_.begin(), p_.memory + p_.scratch.states);
     if (shares_keys() && launch_attend_few(launcher(), args)) return;
     args.rows_of_tile = b_.decode || n_rows_ == 1 ? 1 : std::max(1, kTileQueries / group);
-    if (args.place_here) return keep(args);
+    if (args.place_here) return kernels_.keep(args);
     launch_attend_split(launcher(), args);
   }
 
@@ -317,23 +262,23 @@ class Lowering {
       to_sums.kind = kToSums;
       to_sums.out = p_.buffer(p_.scratch.sums);
       product(f, n_rows_, operand_of(source, f.weight, n_rows_), nullptr, to_sums);
-      program_.sums = sums_;
-      add_op(kRowSums);
-      if (!branch) add_op(kRowAdd, x(current_), p_.dim_pad);
-      if (!onto_x) add_op(kRowNorm, f.post_norm);
-      if (branch) add_op(kRowAdd, x(current_), p_.dim_pad);
+      rows_.program.sums = sums_;
+      rows_.add(kRowSums);
+      if (!branch) rows_.add_x();
+      if (!onto_x) rows_.add(kRowNorm, f.post_norm);
+      if (branch) rows_.add_x();
       return;
     }
     Epilogue to = {};
     to.kind = branch ? kToRows : kAddToRows;
-    to.out = onto_x ? x(current_) : y();
-    to.addend = x(current_);
+    to.out = onto_x ? rows_.x() : y();
+    to.addend = rows_.x();
     to.stride = p_.dim_pad;
     product(f, n_rows_, operand_of(source, f.weight, n_rows_), nullptr, to);
     if (onto_x) return;
-    add_op(kRowLoad, y(), p_.dim_pad);
-    add_op(kRowNorm, f.post_norm);
-    if (branch) add_op(kRowAdd, x(current_), p_.dim_pad);
+    rows_.add(kRowLoad, y(), p_.dim_pad);
+    rows_.add(kRowNorm, f.post_norm);
+    if (branch) rows_.add_x();
   }
 
   void gate_up(const tl_phase &f, const tl_phase &down) {
@@ -346,20 +291,20 @@ class Lowering {
   }
 
   void copy_out_rows(float *to) {
-    flush(current_);
-    launch_copy_rows(launcher(), b_.n_out, CopyArgs{d_.dim, p_.dim_pad, x(current_), b_.out_row, to});
+    rows_.flush();
+    launch_copy_rows(launcher(), b_.n_out, CopyArgs{d_.dim, p_.dim_pad, rows_.x(), b_.out_row, to});
   }
 
   void head(const tl_phase &f) {
     const bool given = b_.sections == TL_RUN_HEAD;  // x_in holds the final states
     if (given)
-      add_op(kRowLoad, b_.x_in, d_.dim);
+      rows_.add(kRowLoad, b_.x_in, d_.dim);
     else if (b_.final_x)
       copy_out_rows(b_.final_x);
     if (!b_.logits && !b_.sampling) return;
     if (!given) {
-      if (program_.op[0].kind != kRowLoad) flush(current_);
-      if (n_rows_ > 1) program_.source_row = b_.out_row;
+      if (rows_.program.op[0].kind != kRowLoad) rows_.flush();
+      if (n_rows_ > 1) rows_.program.source_row = b_.out_row;
     }
     Epilogue to_logits = {};
     to_logits.kind = kToLogits;
@@ -377,18 +322,14 @@ class Lowering {
   tl_plan &p_;
   const tl_plan_desc &d_;
   const tl_batch &b_;
-  Launcher launcher_;
   const int n_rows_;
+  Kernels kernels_;
+  RowState rows_;
   int stage_ = 0;
-  int current_ = 0;       // which of the two x buffers holds x
-  RowProgram program_{};  // from what is in memory to what x is by now
-  bool changed_ = false;  // whether that differs
   PlaceArgs place_{};     // of the latest QKV phase
   bool placed_ = false;   // whether its product has done the work already
   ChunkSums sums_{};      // that the latest product has left
   std::vector<int> windows_;  // of the layers, where attention goes through states
-  std::vector<StepPart> parts_;  // kept back
-  std::vector<int> loops_;       // how many were, where each core loop began and the last one ended
 };
 
 }  // namespace
