@@ -28,7 +28,7 @@ DIRECTIVES = {
 
 def extensions() -> list[Extension]:
     """One extension per .pyx file; the generated C of a debug build lies apart, since only the directives differ."""
-    flags = ["-O1", "-g"] if DEBUG else ["-O2", "-fvisibility=hidden"]
+    flags = ["-O1", "-g"] if DEBUG else ["-O2", "-g0", "-fvisibility=hidden"]  # Python's own flags have -g: most of a module's size
     modules = [
         Extension(
             f"tinyloop_py.{path.stem}", [str(path.relative_to(ROOT))],
@@ -36,7 +36,8 @@ def extensions() -> list[Extension]:
         )
         for path in sorted((ROOT / "tinyloop_py").glob("*.pyx"))
     ]  # fmt: skip
-    return cythonize(modules, build_dir="build/cython-debug" if DEBUG else "build/cython", compiler_directives=DIRECTIVES)
+    build = "build/cython-debug" if DEBUG else "build/cython"
+    return cythonize(modules, build_dir=build, compiler_directives=DIRECTIVES, nthreads=build_native.n_cores())
 
 
 class BuildEverything(build_ext):
@@ -64,4 +65,5 @@ class BuildEverything(build_ext):
             return False
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildEverything})
+if __name__ == "__main__":  # processes that cythonize starts may read this file
+    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildEverything})
