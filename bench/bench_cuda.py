@@ -28,12 +28,12 @@ from tinyloop_py import loaded_model
 CONTEXT, HIT, NEW, LONG = 1024, 2048, 128, 32768
 
 
-def open_random(config: tl.ModelConfig, dtype: str, max_seq_len: int) -> tl.Model:
-    """A model of random weights on the GPU."""
+def open_random(config: tl.ModelConfig, dtype: str, max_seq_len: int, device: str = "cuda") -> tl.Model:
+    """A model of random weights."""
     real = loaded_model.open_model_file
     loaded_model.open_model_file = lambda path: RandomFile(config, dtype)  # type: ignore[attr-defined]
     try:
-        return tl.Model(Path("random"), max_seq_len, device="cuda", kv_mode="bf16")
+        return tl.Model(Path("random"), max_seq_len, device=device, kv_mode="bf16")
     finally:
         loaded_model.open_model_file = real  # type: ignore[attr-defined]
 

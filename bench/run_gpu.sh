@@ -53,7 +53,8 @@ step_check() {
 }
 
 step_exact() {
-  step exact "${PYTEST[@]}" -x tests/test_cuda.py tests/test_cuda_step.py tests/test_cuda_batch.py tests/test_cuda_resume.py tests/test_exactness.py tests/test_backend_reference.py
+  step exact "${PYTEST[@]}" -x tests/test_cuda.py tests/test_cuda_step.py tests/test_cuda_batch.py tests/test_cuda_resume.py tests/test_exactness.py tests/test_backend_reference.py \
+    tests/test_window_memory.py tests/test_kv_codes.py
 }
 
 step_suite() {
