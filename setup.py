@@ -21,8 +21,7 @@ DIRECTIVES = {
     "wraparound": False,
     "initializedcheck": DEBUG,
     "cdivision": True,
-    "embedsignature": True,
-    "binding": True,
+    "binding": True,  # functions show their signatures by themselves: none is written into docstrings
 }
 
 

@@ -92,7 +92,7 @@ def test_depth_is_an_argument(model):
     assert model.generate(PROMPT, 12, temperature=0.0, stop_tokens=()) == deep  # the file's default_loops
     with pytest.raises(ValueError, match="loops must be at least 1, got 0"):
         model.generate(PROMPT, loops=0)
-    with pytest.raises(ValueError, match="loops must be at most 8, got 9"):
+    with pytest.raises(ValueError, match="loops must be at most 8, got 9; the model file's max_loops is 8"):
         model.generate(PROMPT, loops=9)
 
 

@@ -1,5 +1,6 @@
 """`import tinyloop_py`: what it needs, what it leaves alone, and what it says where something is missing."""
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -104,6 +105,20 @@ def test_public_names():
     for name in tl.__all__:
         assert getattr(tl, name) is not None
     assert isinstance(tl.__version__, str)
+
+
+def test_help_shows_a_signature_once_and_every_method_its_text():
+    """Cython's embedded signatures stood in the docstrings, below those that Python shows by itself."""
+    methods = {}
+    for kind in (tl.Model, tl.PrefixPool, tl.PrefixCache, tl.ResumeHandle, tl.TokenStream, tl.TextStream):
+        assert kind.__doc__ and "--" not in kind.__doc__.splitlines()
+        methods |= {
+            f"{kind.__name__}.{name}": getattr(kind, name) for name in dir(kind) if not name.startswith("_") and callable(getattr(kind, name))
+        }
+    assert {"Model.generate", "PrefixPool.match", "ResumeHandle.extend"} <= set(methods)
+    for name, method in methods.items():
+        assert method.__doc__ and "(self" not in method.__doc__ and " self" not in method.__doc__.splitlines()[0], name
+        assert "self" in inspect.signature(method).parameters, name
 
 
 def test_installed_files():

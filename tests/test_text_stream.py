@@ -104,7 +104,8 @@ def test_pool_logprobs_and_cancelling(model):
         assert stream.cached_tokens == 10
         next(stream)
         assert [record.token for record in stream.logprobs] == stream.tokens
-    assert stream.finish_reason == "cancelled" and next(stream, None) is None
+        assert repr(stream) == f"<tinyloop.TextStream {len(stream.tokens)} new tokens, running>"
+    assert stream.finish_reason == "cancelled" and next(stream, None) is None and "cancelled" in repr(stream)
     pool.clear()
     assert model.kv_nbytes == 0
 

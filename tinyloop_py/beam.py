@@ -8,10 +8,20 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Beam:
-    """One continuation of a prompt."""
+    """One continuation of a prompt.
 
-    tokens: list[int]  # prompt and new tokens
-    score: float  # sum of the new tokens' log-probabilities / n_new ** length_penalty
+    Attributes
+    ----------
+    tokens : list of int
+        Prompt and new tokens.
+    score : float
+        Sum of the new tokens' log-probabilities / n_new ** length_penalty.
+    finish_reason : {"stop", "length"}
+        Whether a stop token came, or `max_tokens` were drawn.
+    """
+
+    tokens: list[int]
+    score: float
     finish_reason: Literal["stop", "length"]
 
 

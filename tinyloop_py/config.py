@@ -56,6 +56,53 @@ class ModelConfig:
     ============== ====================================
 
     Layers are counted over prelude, core, coda in that order (`n_layers` physical ones).
+
+    Parameters
+    ----------
+    vocab_size, dim, ffn_dim, n_heads, n_kv_heads, head_dim : int
+        Sizes; head_dim is even, 256 at most, and n_kv_heads divides n_heads.
+    n_prelude, n_core, n_coda : int
+        Layers before the loops, in them and after them.
+    default_loops : int
+        The depth of a call that names none.
+    trained_loops : int, optional
+        Deeper calls warn once; None: default_loops.
+    max_loops : int, optional
+        Deeper calls are refused; None: 4 * trained_loops.
+    trained_seq_len : int, optional
+        Positions seen in training, for information.
+    block_norm, norm_eps, final_norm
+        Where a block has its norms (the table above), the eps of all norms, whether there is a norm before the head.
+    loop_norm : {"none", "every", "last"}
+        A norm after every loop, after the last, or none.
+    inject : {"none", "concat_linear", "add"}
+        How a loop takes the embedding e in: x, inject.weight [x; e], or x + e.
+    state_init : {"input", "zero", "normal"}
+        What x starts as: e, zero, or noise by (state_init_seed, position, index), as tests/philox.py defines it, of
+        state_init_std before the truncation at 3 sigma; embed_scale does not enter.
+    attn_bias : str
+        The projections that have a bias, out of "qkvo" in that order.
+    qk_norm : {"none", "head", "full"}
+        RMSNorm of q and k, per head (head_dim weights) or over the full row.
+    rope_style, rope_theta, rotary_dim, rope_scaling
+        RoPE in "half" or "interleaved" style, over the leading rotary_dim dimensions of a head (None: head_dim); scaling is
+        None or {"type": "linear", "llama3" or "yarn", ...}, whose other keys `ROPE_SCALING` lists.
+    nope_layers : tuple of int
+        Layers without RoPE.
+    layer_windows : tuple of int
+        The attention window of each layer, 0 for full; () is full everywhere.
+    mlp : {"gated", "plain"}
+        down(act(gate(x)) * up(x)), or down(act(up(x))).
+    activation : {"silu", "gelu", "relu2"}
+        gelu is the tanh form.
+    tied_embeddings, embed_scale, logit_scale
+        Whether the head is the embedding; what embeddings and logits are multiplied by.
+    logit_softcap : float
+        cap * tanh(logits / cap); 0 is none.
+    exit : {"none", "hazard_gate"}
+        Whether the file holds an exit gate, which the runtime does not use.
+    extra : dict
+        Provenance: source, licence, training; never read by the runtime.
     """
 
     vocab_size: int
@@ -68,9 +115,9 @@ class ModelConfig:
     n_prelude: int = 0
     n_coda: int = 0
     default_loops: int = DEFAULT_LOOPS
-    trained_loops: int | None = None  # deeper calls warn once; None: default_loops
-    max_loops: int | None = None  # deeper calls are refused; None: 4 * trained_loops
-    trained_seq_len: int | None = None  # positions seen in training, for information
+    trained_loops: int | None = None
+    max_loops: int | None = None
+    trained_seq_len: int | None = None
 
     block_norm: str = "pre"
     norm_eps: float = 1e-5
@@ -78,26 +125,26 @@ class ModelConfig:
     final_norm: bool = True
     inject: str = "none"
     state_init: str = "input"
-    state_init_std: float = 0.0  # "normal": sigma before the truncation at 3 sigma; embed_scale does not enter
-    state_init_seed: int = 0  # a state is drawn by (seed, position, index), as tests/philox.py defines
+    state_init_std: float = 0.0
+    state_init_seed: int = 0
 
-    attn_bias: str = ""  # the projections that have a bias, out of "qkvo" in that order
-    qk_norm: str = "none"  # RMSNorm of q and k: per "head" (head_dim weights) or over the "full" row
+    attn_bias: str = ""
+    qk_norm: str = "none"
     rope_style: str = "half"
     rope_theta: float = 10000.0
-    rotary_dim: int | None = None  # the leading dims of a head that turn; None: head_dim
+    rotary_dim: int | None = None
     rope_scaling: dict[str, Any] | None = None
-    nope_layers: tuple[int, ...] = ()  # layers without rope
-    layer_windows: tuple[int, ...] = ()  # per layer, 0 = full; () = all full
+    nope_layers: tuple[int, ...] = ()
+    layer_windows: tuple[int, ...] = ()
 
-    mlp: str = "gated"  # down(act(gate(x)) * up(x)) or "plain" down(act(up(x)))
-    activation: str = "silu"  # gelu is the tanh form
+    mlp: str = "gated"
+    activation: str = "silu"
     tied_embeddings: bool = True
     embed_scale: float = 1.0
     logit_scale: float = 1.0
-    logit_softcap: float = 0.0  # cap * tanh(logits / cap); 0 = none
+    logit_softcap: float = 0.0
     exit: str = "none"
-    extra: dict[str, Any] = field(default_factory=dict)  # provenance: source, licence, training; never read by the runtime
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, source, factor in (("trained_loops", "default_loops", 1), ("max_loops", "trained_loops", 4), ("rotary_dim", "head_dim", 1)):

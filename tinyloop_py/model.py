@@ -39,6 +39,21 @@ class Model(Generating, Streaming, Batching, BeamSearching, Pooling, PrefixCachi
     kv_budget : int, optional
         Bytes of KV pages that may be in use at a time.
 
+    Attributes
+    ----------
+    config : ModelConfig
+        What the model is made of.
+    path, device, kv_mode, max_seq_len
+        The file, and what was chosen: "cpu" or "cuda:N", the mode, the most tokens of a sequence.
+    nbytes : int
+        Bytes of the weights.
+    chat_template : str or None
+        The file's chat template, a Jinja text.
+    stop_ids : tuple of int
+        The file's stop ids, which `stop_tokens=None` stands for.
+    closed : bool
+        Whether `close` was called.
+
     Raises
     ------
     FileNotFoundError, FormatError

@@ -8,4 +8,5 @@ cdef class PoolClient:
     cdef int check_open(self, str method) except -1
 
 
+cdef Py_ssize_t depth_argument(object loops, Py_ssize_t max_loops) except -1
 cdef PoolClient as_client(object model)

@@ -1,5 +1,6 @@
 """PoolClient: what a prefix pool has to know of a model, so that it can name the model's entries and no others."""
 
+from cpython.number cimport PyNumber_Index
 from cpython.unicode cimport PyUnicode_FromObject
 from libc.stdint cimport INT32_MAX
 
@@ -44,7 +45,7 @@ cdef class PoolClient:
         cdef Py_ssize_t window
         self.check_open(method)
         if loops is not None:
-            depth = int_argument(loops, "loops", 1, self.max_loops)
+            depth = depth_argument(loops, self.max_loops)
         window = int_argument(cache_window, "cache_window", 0, INT32_MAX)
         if namespace is not None and type(namespace) is not str:
             if not isinstance(namespace, str):
@@ -55,6 +56,16 @@ cdef class PoolClient:
     def _pool_key(self, loops=None, cache_window=0, namespace=None):
         """`pool_key` for callers in Python."""
         return self.pool_key("_pool_key", loops, cache_window, namespace)
+
+
+cdef Py_ssize_t depth_argument(object loops, Py_ssize_t max_loops) except -1:
+    """`loops` as a C integer; the error of one that is too deep says where the bound comes from."""
+    try:
+        return int_argument(loops, "loops", 1, max_loops)
+    except ValueError as error:
+        if PyNumber_Index(loops) < 1:
+            raise
+        raise ValueError(f"{error}; the model file's max_loops is {max_loops}") from None
 
 
 cdef PoolClient as_client(object model):

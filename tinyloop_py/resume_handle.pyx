@@ -3,10 +3,10 @@
 cimport cython
 from libc.stdint cimport int32_t
 
-from .arguments cimport int_argument
 from .depth cimport deepen, new_rows, shallow
 from .hidden_rows cimport HiddenRows
 from .kv_prefix cimport KvPrefix
+from .pool_client cimport depth_argument
 
 from .resume_report import ResumeStats
 
@@ -88,7 +88,7 @@ cdef class ResumeHandle:
         """
         cdef KvPrefix base
         cdef HiddenRows rows, kept
-        cdef int depth = int_argument(loops, "loops", 1, self.engine.config.max_loops)
+        cdef int depth = depth_argument(loops, self.engine.config.max_loops)
         base, rows = self.held()
         if depth <= base.loops:
             return

@@ -72,6 +72,9 @@ class TextStream:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return f"<tinyloop.TextStream {len(self.tokens)} new tokens, {self.finish_reason or 'running'}>"
+
     def close(self) -> None:
         """End the output and free its pages. Idempotent."""
         self._stream.close()

@@ -14,11 +14,20 @@ class TokenLogprobs:
 
     They are of softmax(logits) as the model gives them: before bias, penalty, temperature and filters, so they do not depend
     on how the token was drawn, and equal those of `Model.logits`.
+
+    Attributes
+    ----------
+    token : int
+        The drawn token.
+    logprob : float
+        Its log-probability.
+    top : tuple of (int, float)
+        The likeliest tokens and their log-probabilities, likeliest first, the lower id on a tie.
     """
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # (token, logprob), likeliest first, the lower id on a tie
+    top: tuple[tuple[int, float], ...]
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
