@@ -547,7 +547,7 @@ def test_places(tmp_path, monkeypatch):
     out.mkdir()
     with pytest.raises(FileNotFoundError, match="absent does not exist"):
         convert(tmp_path / "absent", out / "m.tinyloop")
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"out has no config\.json, expected the folder of a Hugging Face model"):
         convert(out, out / "m.tinyloop")
     (tmp_path / "text").write_text("hello")
     with pytest.raises(FormatError, match="neither a Hugging Face folder nor a GGUF file"):

@@ -44,7 +44,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Declare how a model is opened."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
-    parser.add_argument("--kv-mode", help="type of the KV cache (default: fp16, or what the environment says)")
+    parser.add_argument("--kv-mode", help="how KV is held: fp16, bf16, fp32, int8, int4 or h (default: fp16, or what the environment says)")
     parser.add_argument("--max-seq-len", type=int, default=2048, help="most tokens of prompt and output (default %(default)s)")
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-LIMITS = ("max_requests", "requests_per_minute", "tokens_per_minute", "max_pinned_tokens")
+LIMITS = {
+    "max_requests": "most requests of the tenant that are open at a time",
+    "requests_per_minute": "most requests of the tenant a minute",
+    "tokens_per_minute": "most tokens of the tenant a minute, of prompts and outputs",
+    "max_pinned_tokens": "most tokens of the tenant's pinned prefixes (default 65536)",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -16,8 +21,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("file", metavar="FILE", help="the key file that `tinyloop serve --keys` reads")
     parser.add_argument("tenant", metavar="TENANT", help="whose key it is: letters, digits, '.', '_' and '-'")
     parser.add_argument("--operator", action="store_true", help="the tenant may read /metrics, which tells of all tenants")
-    for name in LIMITS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="limit of the tenant")
+    for name, meaning in LIMITS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=meaning)
     parser.set_defaults(run=run)
 
 

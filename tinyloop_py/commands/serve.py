@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "tinyloop_py":
             raise
-        raise ImportError(f"tinyloop serve needs {error.name}: pip install 'tinyloop[serve]'") from None
+        raise ImportError(f"tinyloop serve needs {error.name}: pip install '.[serve]' in a clone of tinyloop") from None
     args.host_is_open = not is_loopback(args.host)
     settings = settings_from(args)
     write_logs_to_stderr()

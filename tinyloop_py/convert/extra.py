@@ -17,4 +17,4 @@ def require_extra(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise MissingExtraError(f'this needs the package {module}: pip install "tinyloop[convert]"') from None
+        raise MissingExtraError(f"this needs the package {module}: pip install {module}") from None

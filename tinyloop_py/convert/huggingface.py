@@ -15,8 +15,11 @@ from .stop_ids import collect_stop_ids
 
 def open_folder(folder: str, with_tokenizer: bool = True) -> Source:
     """Read everything but the weights; FormatError or FileNotFoundError names what does not fit."""
-    with open(os.path.join(folder, "config.json"), "rb") as file:
-        raw = load_object(file.read(), "config.json")
+    try:
+        with open(os.path.join(folder, "config.json"), "rb") as file:
+            raw = load_object(file.read(), "config.json")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} has no config.json, expected the folder of a Hugging Face model") from None
     config = model_config(raw)
     tensors = folder_tensors(folder)
     if config.tied_embeddings:

@@ -1,6 +1,6 @@
 """Serving one model to many tenants: `Engine` without HTTP, `create_app` with it.
 
-`Engine` needs nothing beyond tinyloop itself; the HTTP server needs the extra: pip install 'tinyloop[serve]'.
+`Engine` needs nothing beyond tinyloop itself; the HTTP server needs the extra: pip install '.[serve]' in a clone.
 """
 
 from __future__ import annotations
