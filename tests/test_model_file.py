@@ -385,7 +385,8 @@ def test_what_is_no_model_file(tmp_path):
     with pytest.raises(FormatError, match=r"a FIFO, expected a \.tinyloop file"):
         open_model_file(tmp_path / "fifo")
     for content, message in (
-        (b"", "too short"), (b"1234567", "too short"), (b"GGUF" + bytes(60), "a GGUF file"), (b"\x89PNG" + bytes(60), "header would have|truncated"),
+        (b"", "too short"), (b"1234567", "too short"), (b"GGUF" + bytes(60), "a GGUF file, .*tinyloop convert"),
+        (b"\x89PNG" + bytes(60), "header would have|truncated"),
         ((2**63).to_bytes(8, "little") + b"{}", "its header would have 9223372036854775808 bytes"), ((10).to_bytes(8, "little") + b"{}", "truncated"),
         ((2).to_bytes(8, "little") + b"[]", "expected an object"), ((2).to_bytes(8, "little") + b"\xff\xfe", "not UTF-8"),
         ((2).to_bytes(8, "little") + b"{}", "not of tinyloop"), ((90).to_bytes(8, "little") + b"[" * 90, "not valid JSON"),

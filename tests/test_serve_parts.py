@@ -97,6 +97,18 @@ def test_keys_are_kept_as_hashes_and_name_their_tenant(capsys):
         assert raised.value.status == 401
 
 
+def test_a_key_with_a_limit_that_cannot_be_leaves_the_file_as_it_was(tmp_path, capsys):
+    """It was written, and then neither the server nor `tinyloop key` could read the file."""
+    path = tmp_path / "keys.json"
+    assert main(["key", str(path), "acme", "--tokens-per-minute", "0"]) == 1
+    assert "tokens_per_minute is 0, expected a whole number from 1 on" in capsys.readouterr().err and not path.exists()
+    key = add_key(path, "acme", {"max_pinned_tokens": 0})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="max_pinned_tokens is -1, expected a whole number from 0 on"):
+        add_key(path, "acme", {"max_pinned_tokens": -1})
+    assert path.read_bytes() == before and Tenants.load(path).find(f"Bearer {key}").name == "acme"
+
+
 def test_a_key_file_keeps_its_permissions_and_the_link_that_leads_to_it(tmp_path):
     path, link = tmp_path / "keys.json", tmp_path / "link.json"
     add_key(path, "a", {})

@@ -40,7 +40,7 @@ def read_header(file: BinaryIO, file_nbytes: int) -> tuple[dict[str, HeaderEntry
     if len(prefix) < 8:
         raise FormatError(f"not a safetensors file: {file_nbytes} bytes, too short for a header")
     if prefix[:4] == b"GGUF":
-        raise FormatError("a GGUF file, not a safetensors file")
+        raise FormatError("a GGUF file, not a safetensors file; `tinyloop convert` makes a .tinyloop file from one")
     n = int.from_bytes(prefix, "little")
     if n > MAX_HEADER_NBYTES or n < 2:
         raise FormatError(f"not a safetensors file: its header would have {n} bytes")

@@ -8,7 +8,7 @@ LIMITS = {
     "max_requests": "most requests of the tenant that are open at a time",
     "requests_per_minute": "most requests of the tenant a minute",
     "tokens_per_minute": "most tokens of the tenant a minute, of prompts and outputs",
-    "max_pinned_tokens": "most tokens of the tenant's pinned prefixes (default 65536)",
+    "max_pinned_tokens": "most tokens of the tenant's pinned prefixes, 65536 if not given",
 }
 
 

@@ -157,6 +157,7 @@ def _add_key(path: str, name: str, settings: dict[str, Any]) -> str:
         fields["tenants"].append(tenant)
     tenant.update(settings)
     tenant["keys"].append(hash_key(key))
+    _parse(tenant, path)  # what could not be loaded is not written
     temporary = f"{path}.{secrets.token_hex(6)}.new"
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -187,7 +188,9 @@ def _parse(item: Any, path: str) -> tuple[Tenant, list[str]]:
         raise ValueError(f"key file {path}: tenant {name!r}: 'operator' must be true or false")
     known = set(TenantLimits.__dataclass_fields__)
     for key, value in fields.items():
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= (0 if key == "max_pinned_tokens" else 1)
-        if key not in known or not (whole or value is None):
-            raise ValueError(f"key file {path}: tenant {name!r}: {key!r} is not one of {', '.join(sorted(known))} with a whole number or null")
+        if key not in known:
+            raise ValueError(f"key file {path}: tenant {name!r}: {key!r} is not one of {', '.join(sorted(known))}")
+        least = 0 if key == "max_pinned_tokens" else 1
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"key file {path}: tenant {name!r}: {key} is {value!r}, expected a whole number from {least} on, or null")
     return Tenant(name, TenantLimits(**fields), operator), hashes
