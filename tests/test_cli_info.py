@@ -143,12 +143,14 @@ sys.exit(main())
 """
 
 
-def test_without_the_extra_info_works_and_gguf_names_what_to_install(looped, tmp_path):
+def test_without_the_extras_info_works_and_the_others_name_what_to_install(looped, tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))
     code = BLOCKED.format(blocked=["gguf", "rich", "ml_dtypes", "torch", "transformers"])
     assert run_cli("info", str(looped), code=code).returncode == 0
     run = run_cli("convert", str(tmp_path / "m.gguf"), str(tmp_path / "x.tinyloop"), code=code)
     assert run.returncode == 1 and run.stderr == "tinyloop: error: this needs the package gguf: pip install gguf\n"
+    run = run_cli("serve", str(looped), code=BLOCKED.format(blocked=["fastapi"]))
+    assert run.returncode == 1 and run.stderr == "tinyloop: error: tinyloop serve needs fastapi: pip install '.[serve]' in a clone of tinyloop\n"
 
 
 def test_convert_and_its_report(tmp_path):
