@@ -37,7 +37,7 @@ def load_pool(LoadedModel model, path, bint rebuild):
         pool = PrefixPool(capacity, **{name: contents.pool[name] for name in ARGUMENTS[1:]})
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{os.fsdecode(path)}: the pool's arguments are not valid: {error}") from None
-    model._pools.add(pool)
+    model._depend(pool)
     entries = {}
     for i in sorted(range(len(prefixes)), key=lambda i: contents.entries[i].serial):  # as they were registered
         saved, (tokens, prefix) = contents.entries[i], prefixes[i]
@@ -61,7 +61,7 @@ def fill_pool(LoadedModel model, path, PrefixPool pool):
     """
     cdef PoolEntry entry
     contents, prefixes, notes = load_prefixes(model, path, "pool", False)
-    model._pools.add(pool)
+    model._depend(pool)
     for saved, (tokens, prefix) in zip(contents.entries, prefixes):
         entry = pool._insert(model.pool_key("load_pool", saved.loops, saved.cache_window, saved.namespace), tokens, prefix, saved.pinned)
         entry.hits = saved.hits
