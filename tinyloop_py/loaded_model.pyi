@@ -15,7 +15,7 @@ from .pool import PrefixPool
 from .pool_client import PoolClient
 from .resume_handle import ResumeHandle
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 @disjoint_base
 class LoadedModel(PoolClient):
