@@ -46,7 +46,7 @@ def _open_missing_streams() -> None:
     """Puts the null device where a standard stream was closed (`>&-`) and Python has None, before a file of ours takes its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _take_prompt(args: argparse.Namespace, rest: list[str]) -> bool:
