@@ -217,7 +217,8 @@ def test_one_that_fails_leaves_the_others_as_they_are(model):
     assert model.generate_batch(asked, 12, 2, **GREEDY) == want
 
 
-def test_a_hit_that_fails_while_it_is_prepared_starts_again_without(model):
+def test_a_hit_that_fails_while_it_is_prepared_starts_again_without_or_waits(model):
+    """It waits where it has no memory while others are at work, which will give some back."""
     asked = prompts(6)
     pool = tl.PrefixPool()
     for p in asked:
@@ -225,13 +226,15 @@ def test_a_hit_that_fails_while_it_is_prepared_starts_again_without(model):
     want, held = [model.generate(p, 3, 2, **GREEDY) for p in asked], model.kv_nbytes
     with Fault(model, 10**9) as pages:
         model.generate_batch(asked, 0, 2, pool=pool)
+    seen = set()
     for nth in range(1, pages.taken + 1):
         before = pool.stats()
         with Fault(model, nth):
             assert model.generate_batch(asked, 3, 2, pool=pool, **GREEDY) == want
         after = pool.stats()
-        assert (after.fallbacks - before.fallbacks, after.hits - before.hits, after.queries - before.queries) == (1, 5, 6)
+        seen.add((after.fallbacks - before.fallbacks, after.hits - before.hits, after.queries - before.queries))
         assert model.kv_nbytes == held
+    assert seen == {(1, 5, 6), (0, 6, 6)}
 
 
 def test_idle_entries_of_an_lru_pool_go_for_a_batch(backend):

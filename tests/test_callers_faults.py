@@ -202,3 +202,64 @@ def test_saving_again_keeps_a_files_permissions(model, tmp_path):
         (tmp_path / "cache").chmod(0o600)
         cache.save(tmp_path / "cache")
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o600
+
+
+class Text(str):
+    """A str of another class, as numpy.str_ and the members of an enum are."""
+
+
+def test_names_may_be_of_a_kind_of_str(tmp_path):
+    with tl.Model(Text(model_file("shipped")), 64, device=Text("cpu"), kv_mode=Text("int8")) as model:
+        assert (type(model.path), type(model.kv_mode), model.kv_mode) == (str, str, "int8")
+        pool = tl.PrefixPool(eviction=Text("lru"))
+        model.register_prefix(pool, [1, 2, 3], namespace=Text("a"))
+        pool.save(Text(tmp_path / "pool"))
+        assert model.load_pool(Text(tmp_path / "pool")).match(model, [1, 2, 3], namespace="a") == 3
+
+
+@pytest.mark.parametrize("value", [np.array([3]), np.array([1, 2]), np.array([0.5]), np.array(["a"])], ids=repr)
+@pytest.mark.parametrize("name", ["max_tokens", "loops", "cache_window", "top_k", "temperature", "top_p", "min_p", "repetition_penalty", "seed"])
+def test_an_array_where_a_number_goes_is_named(model, name, value):
+    with pytest.raises(TypeError, match=name):
+        model.generate([1], **{"max_tokens": 1, name: value})
+
+
+def test_a_bool_of_numpy_is_no_number(model):
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "top_k", "seed", "max_tokens", "loops"):
+        with pytest.raises(TypeError, match=name):
+            model.generate([1], **{"max_tokens": 1, name: np.True_})
+    with pytest.raises(TypeError, match="length_penalty"):
+        model.beam_search([1], 2, 1, length_penalty=np.True_)
+
+
+def test_a_length_penalty_beyond_floating_point(model):
+    with pytest.raises(ValueError, match="length_penalty"):
+        model.beam_search([1], 2, 1, length_penalty=10**400)
+
+
+def test_logits_name_their_argument(model):
+    with pytest.raises(ValueError, match=r"^tokens is empty"):
+        model.logits([])
+
+
+def test_a_batch_refuses_prompts_and_seeds_without_an_order(model):
+    with pytest.raises(TypeError, match="prompts"):
+        model.generate_batch({(1, 2), (3, 4)}, 1)
+    for seeds in ({1, 2}, {1: 2, 3: 4}, frozenset({1, 2})):
+        with pytest.raises(TypeError, match="seed"):
+            model.generate_batch([[1], [2]], 1, seed=seeds)
+
+
+def test_a_handle_that_no_model_built_says_so():
+    """It read an engine that was not there."""
+    handle = tl.ResumeHandle.__new__(tl.ResumeHandle)
+    for loops in (1, 3, -1):
+        with pytest.raises(RuntimeError, match="closed"):
+            handle.extend(loops)
+
+
+def test_a_model_that_failed_to_open_says_so_whatever_is_asked_of_it():
+    model = tl.Model.__new__(tl.Model)
+    for method in (model.generate_from_prefix_cache, model.stream_from_prefix_cache):
+        with pytest.raises(RuntimeError, match=r"^tinyloop\.Model is closed; cannot call"):
+            method(None)

@@ -126,6 +126,19 @@ def test_generate_refuses_in_one_line(args, message, capsys):
     assert shown.out == "" and message in shown.err and shown.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["generate demo hi -n 3", "info demo", "demo -n 3"])
+def test_a_standard_stream_that_is_closed_is_no_error(command, closed):
+    run = subprocess.run(f"exec {sys.executable} -m tinyloop_py.cli {command} {closed}", shell=True, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_without_standard_input_the_prompt_is_empty():
+    run = subprocess.run(f"exec {sys.executable} -m tinyloop_py.cli generate demo <&-", shell=True, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (1, "tinyloop: error: the prompt is empty; give at least one word\n")
+
+
 def test_generate_reads_its_prompt_from_a_pipe():
     command = [sys.executable, "-m", "tinyloop_py.cli", "generate", "demo", "-n", "3", "--loops", "1"]
     run = subprocess.run(command, input="Once upon a time", capture_output=True, text=True, check=False, env=os.environ)

@@ -1,1 +1,1 @@
-# Nothing for Python: int_argument serves other extension modules.
+# Nothing for Python: int_argument and real_argument serve other extension modules.

@@ -1,4 +1,6 @@
-"""Integer arguments of public calls: anything with ``__index__`` but no bool, inside stated bounds."""
+"""Numbers as arguments of public calls: integers are what has ``__index__``, real ones what has ``__float__``, and bools are neither."""
+
+import math
 
 from cpython.number cimport PyIndex_Check, PyNumber_Index
 
@@ -12,6 +14,8 @@ cdef Py_ssize_t int_argument(object value, str name, Py_ssize_t low, Py_ssize_t 
     if type(value) is not int:
         if isinstance(value, (bool, np.bool_)) or not PyIndex_Check(value):  # older NumPy: its bools are indices
             raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+        if getattr(value, "ndim", 0):
+            raise TypeError(f"{name} must be an integer, got an array of shape {value.shape}")
         value = PyNumber_Index(value)
     try:
         number = value
@@ -20,4 +24,18 @@ cdef Py_ssize_t int_argument(object value, str name, Py_ssize_t low, Py_ssize_t 
     if not (fits and low <= number <= high):
         expected = f"at least {low}" if value < low else f"at most {high}"
         raise ValueError(f"{name} must be {expected}, got {value}")
+    return number
+
+
+cdef double real_argument(object value, str name) except? -1.0:
+    """`value` as a finite C double; TypeError for a bool or what is no number, ValueError where it is not finite."""
+    cdef double number
+    if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(type(value), "__float__") or getattr(value, "ndim", 0):
+        raise TypeError(f"{name} is {type(value).__name__}, expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is an integer beyond floating point, expected a finite number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, expected a finite number")
     return number

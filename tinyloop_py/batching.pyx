@@ -5,6 +5,7 @@ from .generation cimport Generation
 from .loaded_model cimport LoadedModel, check_pool
 from .pool cimport PrefixPool
 from .sampling cimport Sampling
+from .signals cimport is_failure
 
 import numpy as np
 
@@ -70,14 +71,14 @@ class Batching:
 
 
 cdef list read_prompts(object prompts):
-    if isinstance(prompts, (str, bytes, bytearray, dict)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
+    if isinstance(prompts, (str, bytes, bytearray, dict, set, frozenset)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise TypeError(f"prompts must be a sequence of prompts, got {type(prompts).__name__}")
     return list(prompts)
 
 
 cdef list read_seeds(object seed, Py_ssize_t n):
     """The seed of every prompt."""
-    if seed is None or not hasattr(seed, "__len__") or isinstance(seed, (str, bytes)) or getattr(seed, "ndim", 1) == 0:
+    if not (hasattr(seed, "__len__") and hasattr(seed, "__getitem__")) or isinstance(seed, (str, bytes, dict)) or getattr(seed, "ndim", 1) == 0:
         return [seed] * n
     if len(seed) != n:
         raise ValueError(f"seed has {len(seed)} seeds for {n} prompts, expected one integer, or one for each prompt")
@@ -94,9 +95,9 @@ cdef list run_batch(Engine engine, list requests, int n_new, tuple key, PrefixPo
         while live or n_started < len(requests):
             while n_started < len(requests) and len(live) < engine.max_out:
                 try:
-                    g = Generation(engine, requests[n_started][0], n_new, key, requests[n_started][1], pool)
-                except OutOfMemoryError:
-                    if not live:
+                    g = Generation(engine, requests[n_started][0], n_new, key, requests[n_started][1], pool, None, len(live) > 0)
+                except OutOfMemoryError as error:
+                    if not live or not is_failure(error):
                         raise
                     break
                 live.append((n_started, g))

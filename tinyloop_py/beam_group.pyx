@@ -3,7 +3,6 @@
 The store promises pages to all of them together: what a dying beam alone held goes back to that promise, not to other calls.
 """
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
@@ -12,6 +11,7 @@ from .abi cimport TL_PAGE_POSITIONS, TL_RUN_ALL, TL_STAGE_CORE, tl_batch
 from .engine cimport Engine
 from .generation cimport Generation
 from .sequence cimport Sequence
+from .signals cimport check_signals
 
 cdef int PAGE = TL_PAGE_POSITIONS
 
@@ -114,7 +114,7 @@ cdef class BeamGroup:
         cdef int first, n = tokens.shape[0]
         for first in range(0, n, self.engine.max_out):
             self.run_rows(tokens, first, min(self.engine.max_out, n - first), logits)
-        PyErr_CheckSignals()
+        check_signals()
         return 0
 
     cdef int run_rows(self, const int32_t[::1] tokens, int first, int n, float[:, ::1] logits) except -1:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from .beam import Beam
 from .pool import PrefixPool
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 class BeamSearching:
     def beam_search(

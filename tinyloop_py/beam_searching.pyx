@@ -4,7 +4,7 @@ import numpy as np
 
 from libc.stdint cimport int32_t
 
-from .arguments cimport int_argument
+from .arguments cimport int_argument, real_argument
 from .beam_group cimport BeamGroup
 from .generation cimport Generation
 from .loaded_model cimport LoadedModel
@@ -97,9 +97,7 @@ class BeamSearching:
 
 
 cdef object checked_penalty(object length_penalty):
-    if isinstance(length_penalty, (bool, str, bytes)) or not hasattr(type(length_penalty), "__float__"):
-        raise TypeError(f"length_penalty is {type(length_penalty).__name__}, expected a number")
-    cdef double penalty = float(length_penalty)
+    cdef double penalty = real_argument(length_penalty, "length_penalty")
     if not abs(penalty) <= MAX_PENALTY:
         raise ValueError(f"length_penalty is {penalty}, expected a number from -{MAX_PENALTY} to {MAX_PENALTY}")
     return penalty

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from .prefix_cache import PrefixCache
 from .token_stream import TokenStream
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 class PrefixCaching:
     def build_prefix_cache(self, tokens: _Tokens, loops: int | None = None, cache_window: int = 0) -> PrefixCache: ...

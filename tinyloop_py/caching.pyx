@@ -68,6 +68,7 @@ class PrefixCaching:
         list of int
             The cache's tokens, the suffix and the drawn tokens.
         """
+        self.check_open("generate_from_prefix_cache")
         cdef Sampling sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens)
         return open_on(self, "generate_from_prefix_cache", cache, suffix, max_tokens, sampling).run()
 
@@ -76,6 +77,7 @@ class PrefixCaching:
         top_p=1.0, min_p=0.0, repetition_penalty=1.0, logit_bias=None, seed=None, stop_tokens=None, suffix=None, logprobs=0,
     ):
         """`generate_from_prefix_cache` token by token: a TokenStream of new tokens. `logprobs` as in `generate_stream`."""
+        self.check_open("stream_from_prefix_cache")
         cdef Sampling sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens)
         return start_stream(self, open_on(self, "stream_from_prefix_cache", cache, suffix, max_tokens, sampling), logprobs)
 

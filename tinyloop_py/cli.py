@@ -15,6 +15,7 @@ COMMANDS = (demo, generate, convert, info, serve, key)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand: 0, or 1 after one line on stderr, or 2 for wrong usage."""
+    _open_missing_streams()
     parser = argparse.ArgumentParser(prog="tinyloop", description="Looped language models inside a Python process.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -39,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print("tinyloop: error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
+
+
+def _open_missing_streams() -> None:
+    """Puts the null device where a standard stream was closed (`>&-`) and Python has None, before a file of ours takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _take_prompt(args: argparse.Namespace, rest: list[str]) -> bool:

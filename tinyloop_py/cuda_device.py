@@ -1,6 +1,6 @@
 """cuda.bindings, in this one module: a device with its stream, memory, events and graphs.
 
-Every method raises what a failing call stands for: OutOfMemoryError with what was asked and what is free, else RuntimeError.
+Every method raises what a failing call stands for: OutOfMemoryError with what was asked and what is free, else BackendError.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from .errors import OutOfMemoryError
+from .errors import BackendError, OutOfMemoryError
 
 OUT_OF_MEMORY = 2  # of cudaError_t and CUresult alike
 NOT_READY = 600
@@ -101,7 +101,7 @@ class CudaDevice:
             if int(status) == OUT_OF_MEMORY:
                 self.runtime.cudaGetLastError()
                 raise self.out_of_memory(doing, asked)
-            raise RuntimeError(f"CUDA failed at {doing}: {self._text(status)}{self._hint(status)}")
+            raise BackendError(f"CUDA failed at {doing}: {self._text(status)}{self._hint(status)}")
         return values[0] if len(values) == 1 else tuple(values)
 
     def out_of_memory(self, what: str, asked: int | None) -> OutOfMemoryError:

@@ -13,6 +13,8 @@ from .plan cimport Plan
 from .sampling cimport Sampling
 from .sequence cimport Sequence
 
+from .errors import BackendError
+
 from .cuda_memory import DeviceBuffer, PinnedBuffer
 
 cdef int RING = 256          # drawn tokens of a row that the host may lag behind
@@ -279,6 +281,6 @@ cdef class Lane:
                         if found or not context.works():
                             break
                 if not found and self.device.is_idle("decoding") and not tl_spin(place, serial, 1):
-                    raise RuntimeError("CUDA decoding: the device is done and a token is missing")
+                    raise BackendError("CUDA decoding: the device is done and a token is missing")
             waited_ns[0] += self.pace(serial) - begin
         return <int32_t>(place[0] & 0xffffffff)

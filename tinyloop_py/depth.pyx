@@ -6,7 +6,6 @@ further loops; the coda, whose keys depend on the depth, is run again.
 
 import numpy as np
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
@@ -17,6 +16,7 @@ from .engine cimport Engine
 from .hidden_rows cimport HiddenRows
 from .kv_prefix cimport KvPrefix, Span
 from .sequence cimport Sequence
+from .signals cimport check_signals
 
 cdef int PAGE = TL_PAGE_POSITIONS
 
@@ -40,7 +40,7 @@ cdef KvPrefix deepen(Engine engine, const int32_t[::1] tokens, KvPrefix base, Hi
         further.open(base)
         for first in range(0, n, engine.max_rows):
             further.step(&tokens[first], first, min(engine.max_rows, n - first), rows, deeper)
-            PyErr_CheckSignals()
+            check_signals()
         further.boundary_x[:base.loops] = base.boundary_x
         return further.seq.freeze(further.final_x, further.boundary_x)
     except BaseException:

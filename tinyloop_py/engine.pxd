@@ -6,6 +6,7 @@ from .kv_prefix cimport KvPrefix
 from .plan cimport Plan
 from .runner cimport Runner
 from .sequence cimport Sequence
+from .step_lock cimport StepLock
 
 
 cdef class Engine:
@@ -13,9 +14,10 @@ cdef class Engine:
     cdef readonly Runner runner
     cdef readonly object config
     cdef readonly int max_rows, max_out
-    cdef object _lock
+    cdef StepLock _lock
     cdef bint _closed, _is_freed
     cdef int _pid
+    cdef list _layer_windows           # (part, the own window of each of its layers)
     cdef int32_t *_pos
     cdef int32_t *_seq
     cdef object _lockstep              # the rows of steps over several generations; lockstep.pyx
@@ -27,7 +29,6 @@ cdef class Engine:
     cdef int step(self, Sequence seq, const int32_t *tokens, int n, tl_batch *want) except -1
     cdef int check_open(self) except -1
     cdef int check_process(self) except -1
-    cdef int check_signals(self, Sequence seq) except -1
     cdef int run_locked(self, tl_batch *batch) except -1
     cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want, HiddenRows rows=*) except -1
     cdef int open(self, Sequence seq, KvPrefix base, int n_positions) except -1

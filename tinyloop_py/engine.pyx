@@ -3,12 +3,10 @@
 The lock covers one step. A step that fails leaves its sequence as it was, and everything held stays usable.
 """
 
-import threading
 from time import perf_counter
 
 import numpy as np
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from posix.unistd cimport getpid
@@ -26,6 +24,8 @@ from .plan cimport Plan
 from .runner cimport Runner
 from .sampling cimport Sampling
 from .sequence cimport Sequence
+from .signals cimport check_signals
+from .step_lock cimport StepLock
 
 
 cdef class Engine:
@@ -36,8 +36,12 @@ cdef class Engine:
         self.config = config
         self.max_rows = plan.desc.max_rows
         self.max_out = plan.desc.max_out
-        self._lock = threading.Lock()
+        self._lock = StepLock()
         self._pid = getpid()
+        self._layer_windows, first = [], 0
+        for part, n in ((TL_STAGE_PRELUDE, config.n_prelude), (TL_STAGE_CORE, config.n_core), (TL_STAGE_CODA, config.n_coda)):
+            self._layer_windows.append((part, [config.window(layer) for layer in range(first, first + n)]))
+            first += n
         self.runner = CudaRunner(plan) if isinstance(plan.context, CudaContext) else Runner(plan)
         n = max(self.max_rows, self.max_out)
         self._pos = <int32_t *>malloc(n * sizeof(int32_t))
@@ -51,8 +55,13 @@ cdef class Engine:
         free(self._seq)
 
     def close(self):
-        """Waits for the step that runs and frees everything; later steps raise. Idempotent."""
+        """Waits for the step that runs and frees everything; later steps raise. Idempotent.
+
+        From inside a step, by a signal's handler or a finaliser, it only has later steps raise: closing again frees.
+        """
         self._closed = True  # before the lock, which a call that steps on and on may take again and again
+        if self._lock.is_mine():
+            return
         with self._lock:
             if not self._is_freed:
                 self._is_freed = True
@@ -65,14 +74,10 @@ cdef class Engine:
 
     def part_windows(self, int window):
         """Of prelude, coda, core: the widest window of the part's layers under a cache_window, 0 where one is full."""
-        c = self.config
         widest = [0, 0, 0]
-        first = 0
-        for part, n in ((TL_STAGE_PRELUDE, c.n_prelude), (TL_STAGE_CORE, c.n_core), (TL_STAGE_CODA, c.n_coda)):
-            own = [c.window(layer) for layer in range(first, first + n)]
+        for part, own in self._layer_windows:
             merged = [min(w, window) if w and window else w or window for w in own]
             widest[part] = max(merged) if merged and all(merged) else 0
-            first += n
         return tuple(widest)
 
     def kv_nbytes_for(self, int n_tokens, int loops, int window, KvPrefix base=None):
@@ -133,16 +138,7 @@ cdef class Engine:
             seq.advance(first + n)
             if seq.operands is not None:
                 seq.operands.advance(first + n)
-        return self.check_signals(seq)
-
-    cdef int check_signals(self, Sequence seq) except -1:
-        """Raises what a signal's handler raises, and marks the sequence, as that is no failure of its step."""
-        try:
-            PyErr_CheckSignals()
-        except BaseException:
-            seq.interrupted = True
-            raise
-        return 0
+        return check_signals()
 
     cdef int prefill(self, Sequence seq, const int32_t *tokens, int n_tokens, tl_batch *want, HiddenRows rows=None) except -1:
         """Runs tokens[seq.n_tokens:n_tokens] in steps; `want` applies to the last row. Every token's x goes to `rows`, where given."""
@@ -248,7 +244,7 @@ cdef class Engine:
             batch.page_table = &table
             batch.operand_table = &operands
             self.run_locked(&batch)
-        PyErr_CheckSignals()
+        check_signals()
         return 0
 
     cdef KvPrefix with_kv(self, KvPrefix prefix):

@@ -19,4 +19,5 @@ class PoolFullError(RuntimeError):
     """A prefix does not fit its pool: it exceeds the pool's budgets, or only pinned entries are left to evict."""
 
 
-HIT_FAILURES = (RuntimeError, MemoryError)  # what a pool's hit fails with: all else that is raised meanwhile is a signal's handler's
+class BackendError(RuntimeError):
+    """A native library or a device's driver failed at something else than memory. Callers know it as the RuntimeError that it is."""

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 class Generating:
     def generate(

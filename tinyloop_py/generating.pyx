@@ -60,6 +60,6 @@ class Generating:
         """
         cdef tuple key = self.pool_key("logits", loops, cache_window, None)
         cdef int none
-        cdef const int32_t[::1] view = self.prompt_tokens(tokens, 0, &none)
+        cdef const int32_t[::1] view = self.prompt_tokens(tokens, 0, &none, "tokens")
         self.warn_depth(key[1])
         return self._engine.logits(view, key[1], key[2], bool(last_only))

@@ -29,6 +29,7 @@ cdef class Generation:
     cdef readonly object logits        # float32 (vocab_size,) that the last token was drawn from, or None
     cdef float *_logits
     cdef readonly Stepper stepper      # from the first step that ran ahead of the host to the next one that did not
+    cdef bint _fell_back               # a hit failed while it was prepared
     cdef bint _runs_ahead              # the backend has such steps
 
     cdef int open(self, KvPrefix prefix) except -1

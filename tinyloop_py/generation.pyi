@@ -19,6 +19,7 @@ class Generation:
         sampling: Sampling,
         pool: PrefixPool | None = None,
         prefix: KvPrefix | None = None,
+        may_wait: bool = False,
     ) -> None: ...
     @property
     def engine(self) -> Engine: ...

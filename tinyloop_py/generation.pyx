@@ -12,8 +12,9 @@ from .kv_prefix cimport KvPrefix
 from .pool cimport PrefixPool
 from .runner cimport Runner, Stepper
 from .sampling cimport Sampling
+from .signals cimport check_signals, is_failure
 
-from .errors import HIT_FAILURES, OutOfMemoryError
+from .errors import OutOfMemoryError
 
 
 cdef class Generation:
@@ -33,10 +34,13 @@ cdef class Generation:
         Where to look for the longest prefix of the prompt, or None.
     prefix
         KV of a prefix of the prompt to go on from instead, or None.
+    may_wait
+        Others at work will give memory back: a hit that has no room now raises OutOfMemoryError, to be tried again later.
     """
 
     def __init__(
-        self, Engine engine, const int32_t[::1] tokens, int max_tokens, tuple key, Sampling sampling, PrefixPool pool=None, KvPrefix prefix=None
+        self, Engine engine, const int32_t[::1] tokens, int max_tokens, tuple key, Sampling sampling, PrefixPool pool=None, KvPrefix prefix=None,
+        bint may_wait=False,
     ):
         self.engine = engine
         self.sampling = sampling
@@ -55,8 +59,8 @@ cdef class Generation:
                 prefix = self.entry.payload
         try:
             self.open(prefix)
-        except HIT_FAILURES:
-            if self.entry is None:
+        except BaseException as error:
+            if self.entry is None or not is_failure(error) or (may_wait and isinstance(error, OutOfMemoryError)):
                 raise
             self.fall_back()
 
@@ -80,11 +84,11 @@ cdef class Generation:
 
     cdef bint make_room(self, BaseException error) except -1:
         """Whether memory was short and an idle entry went for it."""
-        return self.pool is not None and isinstance(error, OutOfMemoryError) and self.pool._evict_idle(self.key[0])
+        return self.pool is not None and isinstance(error, OutOfMemoryError) and is_failure(error) and self.pool._evict_idle(self.key[0])
 
     cdef int fall_back(self) except -1:
         """Starts again without the hit: the plain path answers, or raises for itself."""
-        self.pool._record_fallback()
+        self._fell_back = True
         self.entry = None
         self.seq.release()
         self.open(None)
@@ -144,13 +148,15 @@ cdef class Generation:
         want.x_in = &final_x[0]
         with self.engine._lock:
             self.engine.run_locked(want)
-        return self.engine.check_signals(self.seq)
+        return check_signals()
 
     cdef int end_prompt(self) except -1:
         """The prompt has run: counts it in the pool, and lets go of what only a start needs."""
         self._prompt_done = True
         self._has_drawn = self.max_tokens > 0
         if self.pool is not None:
+            if self._fell_back:
+                self.pool._record_fallback()
             self.pool._record(self.entry, self.n_prompt, self.n_prompt - self.n_cached)
         self.entry = self.prefix = None
         if self.max_tokens == 0:
@@ -161,7 +167,7 @@ cdef class Generation:
         """A step failed. Whether to try it again, with room made or without the hit; else the generation has ended."""
         if self.make_room(error):
             return True
-        if self.entry is not None and isinstance(error, HIT_FAILURES) and not self.seq.interrupted:
+        if self.entry is not None and is_failure(error):
             try:
                 self.fall_back()
                 return True
@@ -198,7 +204,7 @@ cdef class Generation:
             raise error
         if not self.take_ahead():
             return False
-        self.engine.check_signals(self.seq)
+        check_signals()
         return True
 
     cdef bint runs_ahead(self) noexcept:

@@ -6,7 +6,7 @@ from libc.stdint cimport uintptr_t
 
 from .abi cimport TL_ABI_VERSION, TL_ERR_OUT_OF_MEMORY, TL_OK
 
-from .errors import OutOfMemoryError
+from .errors import BackendError, OutOfMemoryError
 
 # In the order of tl_functions (abi.pxd); a test holds both against the header.
 EXPORTS = (
@@ -50,7 +50,7 @@ cdef class Library:
         text = self.f.last_error().decode("utf-8", "replace")
         if status == TL_ERR_OUT_OF_MEMORY:
             raise OutOfMemoryError(f"out of memory: {doing}: {text}")
-        raise RuntimeError(f"{doing}: {text} (status {status})")
+        raise BackendError(f"{doing}: {text} (status {status})")
 
     def usable_cpus(self):
         """Cores that this process may run on."""

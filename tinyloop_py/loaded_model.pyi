@@ -1,7 +1,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
-from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,9 @@ from .engine import Engine
 from .generation import Generation
 from .pool import PrefixPool
 from .pool_client import PoolClient
+from .resume_handle import ResumeHandle
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 @disjoint_base
 class LoadedModel(PoolClient):
@@ -33,8 +33,6 @@ class LoadedModel(PoolClient):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
     @property
     def _engine(self) -> Engine: ...
-    @property
-    def _pools(self) -> WeakSet[PrefixPool]: ...
     @property
     def config(self) -> ModelConfig: ...
     @property
@@ -81,6 +79,8 @@ class LoadedModel(PoolClient):
         seed: int | None = None,
         stop_tokens: Iterable[int] | None = None,
         run_prompt: bool = True,
+        may_wait: bool = False,
     ) -> Generation: ...
     def _check_open(self, method: str) -> None: ...
+    def _depend(self, dependent: PrefixPool | ResumeHandle) -> None: ...
     def _fingerprint(self) -> dict[str, Any]: ...

@@ -4,6 +4,7 @@ import os
 import warnings
 import weakref
 
+from cpython.unicode cimport PyUnicode_FromObject
 from libc.stdint cimport INT32_MAX, int32_t
 from posix.unistd cimport getpid
 
@@ -38,14 +39,13 @@ cdef class LoadedModel(PoolClient):
         if self._engine is not None:
             raise RuntimeError("this tinyloop.Model has loaded its file; make another Model for another one")
         self.max_seq_len = int_argument(max_seq_len, "max_seq_len", 1, 1 << 24)
-        self.kv_mode = resolve_kv_mode(kv_mode)
+        self.kv_mode = PyUnicode_FromObject(resolve_kv_mode(kv_mode))
         if threads is not None:
             threads = int_argument(threads, "threads", 1, 1024)
         if kv_budget is not None:
             kv_budget = int_argument(kv_budget, "kv_budget", 1, 1 << 50)
-        self.path = os.fsdecode(path)
-        self._pools = weakref.WeakSet()
-        self._handles = weakref.WeakSet()
+        self.path = PyUnicode_FromObject(os.fsdecode(path))
+        self._dependents = weakref.WeakValueDictionary()
         with open_model_file(path) as file:
             PoolClient.__init__(self, file.config.default_loops, file.config.max_loops)
             self.config = file.config
@@ -80,24 +80,33 @@ cdef class LoadedModel(PoolClient):
     def close(self):
         """Free weights, KV and threads, and drop this model's entries from every pool. Idempotent.
 
-        A call that another thread is in raises RuntimeError at its next step.
+        A call that another thread is in raises RuntimeError at its next step. So does the call that a signal's handler or a
+        finaliser closes the model from the inside of: closing again, or letting go of the model, then frees what is left.
         """
-        if self.closed:
-            return
         self.closed = True
-        if getpid() != self._pid:  # a forked child: its parent's threads are not here
+        if self._engine is None or getpid() != self._pid:  # never opened; or a forked child: its parent's threads are not here
             return
-        for pool in list(self._pools):
-            (<PrefixPool>pool)._drop_model(self.model_key)
-        for handle in list(self._handles):
-            handle.close()
+        self.let_go(True)
         self._engine.close()
 
     def __del__(self):
         """A model that is dropped unclosed takes its entries out of every pool: nothing could match them again."""
         if not self.closed and getpid() == self._pid:
-            for pool in list(self._pools):
-                (<PrefixPool>pool)._drop_model(self.model_key)
+            self.let_go(False)
+
+    def _depend(self, dependent):
+        """Has `close` empty a pool of this model's entries, or close a handle."""
+        self._dependents[id(dependent)] = dependent
+
+    cdef int let_go(self, bint handles) except -1:
+        """Drops the model's entries from every pool, and closes its handles if asked."""
+        for reference in self._dependents.valuerefs():  # a list of its own: other threads may add some, or drop the last reference to one
+            dependent = reference()
+            if isinstance(dependent, PrefixPool):
+                (<PrefixPool>dependent)._drop_model(self.model_key)
+            elif dependent is not None and handles:
+                dependent.close()
+        return 0
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a tinyloop.Model can't be copied or pickled; open its file again")
@@ -202,6 +211,7 @@ cdef class LoadedModel(PoolClient):
     cdef Generation open_generation(
         self, str method, object prompt, object max_tokens, object loops, object temperature, object top_k, object cache_window, object pool,
         object namespace, object top_p, object min_p, object repetition_penalty, object logit_bias, object seed, object stop_tokens,
+        bint may_wait=False,
     ):
         """The checked arguments of a generating call as a Generation that has not run yet."""
         cdef tuple key = self.pool_key(method, loops, cache_window, namespace)
@@ -210,19 +220,19 @@ cdef class LoadedModel(PoolClient):
         cdef Sampling sampling = self.read_sampling(temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens)
         self.warn_depth(key[1])
         cdef const int32_t[::1] tokens = self.prompt_tokens(prompt, max_tokens, &n_new)
-        return Generation(self._engine, tokens, n_new, key, sampling, pool)
+        return Generation(self._engine, tokens, n_new, key, sampling, pool, None, may_wait)
 
     def _start(
         self, prompt, max_tokens=128, loops=None, temperature=1.0, top_k=50, cache_window=0, *, pool=None, namespace=None,
-        top_p=1.0, min_p=0.0, repetition_penalty=1.0, logit_bias=None, seed=None, stop_tokens=None, run_prompt=True,
+        top_p=1.0, min_p=0.0, repetition_penalty=1.0, logit_bias=None, seed=None, stop_tokens=None, run_prompt=True, may_wait=False,
     ):
         """A Generation, an iterator of new tokens: what the generating methods run to its end.
 
-        `run_prompt=False` leaves the prompt to its first step, for `lockstep.step_generations`.
+        `run_prompt=False` leaves the prompt to its first step, for `lockstep.step_generations`; `may_wait` as in Generation.
         """
         cdef Generation generation = self.open_generation(
             "generate", prompt, max_tokens, loops, temperature, top_k, cache_window, pool, namespace, top_p, min_p, repetition_penalty,
-            logit_bias, seed, stop_tokens,
+            logit_bias, seed, stop_tokens, bool(may_wait),
         )
         if run_prompt:
             generation.start()

@@ -5,7 +5,6 @@ A generation's bits do not depend on its company (docs/exactness.md), so which r
 
 import numpy as np
 
-from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
@@ -14,6 +13,7 @@ from .abi cimport TL_RUN_ALL, TL_RUN_HEAD, tl_batch, tl_sampling
 from .engine cimport Engine
 from .generation cimport Generation, launch_ahead
 from .runner cimport Stepper
+from .signals cimport check_signals
 
 
 def step_generations(list generations, int max_rows=0):
@@ -58,7 +58,7 @@ def step_generations(list generations, int max_rows=0):
     finally:
         for g in claimed:
             g.unclaim()
-    PyErr_CheckSignals()
+    check_signals()
     return [(<Generation>g).take() if (<Generation>g)._has_drawn and (<Generation>g).finish_reason is None else None for g in generations]
 
 
@@ -146,7 +146,7 @@ cdef int run_parts(Engine engine, list parts, list counts) except -1:
     """One native step: the next rows of each part."""
     cdef StepRows rows
     cdef Generation g
-    cdef list failed = [], running = [], n_each = []
+    cdef list pairs = list(zip(parts, counts)), failed = [], running = [], n_each = []  # nothing that could wake the collector under the lock
     cdef bint keep_logits = False
     if engine._lockstep is None:
         engine._lockstep = StepRows(engine)
@@ -154,7 +154,7 @@ cdef int run_parts(Engine engine, list parts, list counts) except -1:
     with engine._lock:
         engine.check_open()
         rows.n_rows = rows.n_seqs = rows.n_out = 0
-        for g, n in zip(parts, counts):
+        for g, n in pairs:
             if g._ending is not None:
                 continue
             try:

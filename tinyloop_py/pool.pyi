@@ -1,16 +1,16 @@
 from collections.abc import Iterable, Sequence
-from os import PathLike
 from typing import Any, Literal, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
+from .atomic_file import PathLike
 from .pool_client import PoolClient
 from .pool_ledger import PoolEntry
 from .pool_report import PoolStats, PrefixEntry
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 _Int32 = memoryview | npt.NDArray[np.int32]
 _Key = tuple[object, int, int, str | None]
 _Parts = Iterable[tuple[object, int]]
@@ -50,7 +50,7 @@ class PrefixPool:
     def clear(self) -> None: ...
     def entries(self) -> list[PrefixEntry]: ...
     def stats(self) -> PoolStats: ...
-    def save(self, path: str | PathLike[str]) -> None: ...
+    def save(self, path: PathLike) -> None: ...
     def _find(self, key: _Key, tokens: _Int32) -> PoolEntry | None: ...
     def _get(self, key: _Key, tokens: _Int32) -> PoolEntry | None: ...
     def _plan(self, n_tokens: int, nbytes: int, shared: _Parts = ()) -> None: ...

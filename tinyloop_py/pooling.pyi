@@ -6,7 +6,7 @@ import numpy.typing as npt
 
 from .pool import PrefixPool
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 class Pooling:
     def generate_with_pool(

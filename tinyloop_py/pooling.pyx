@@ -7,6 +7,7 @@ from .kv_prefix cimport KvPrefix
 from .loaded_model cimport LoadedModel
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
+from .signals cimport is_failure
 from .tokens cimport c_check_vocab, own_tokens
 
 from .errors import OutOfMemoryError
@@ -94,7 +95,7 @@ class Pooling:
         if not 1 <= view.shape[0] <= self.max_seq_len or c_check_vocab(&view[0], view.shape[0], self.config.vocab_size) >= 0:
             return 0
         self.warn_depth(key[1])
-        self._pools.add(pool)
+        self._depend(pool)
         if not (<PrefixPool>pool)._touch((<PrefixPool>pool)._get(key, view), bool(pin)):
             build_entry(self, pool, view, key, bool(pin))
         return view.shape[0]
@@ -110,8 +111,8 @@ cdef int build_entry(LoadedModel model, PrefixPool pool, const int32_t[::1] toke
         try:
             built = model._engine.build_prefix(tokens, key[1], key[2], prefix)
             break
-        except OutOfMemoryError:
-            if not pool._evict_idle(model.model_key):
+        except OutOfMemoryError as error:
+            if not (is_failure(error) and pool._evict_idle(model.model_key)):
                 raise
     pool._insert(key, tokens, built, pin)
     if model.closed:  # meanwhile, by another thread

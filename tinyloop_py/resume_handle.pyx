@@ -88,8 +88,8 @@ cdef class ResumeHandle:
         """
         cdef KvPrefix base
         cdef HiddenRows rows, kept
-        cdef int depth = depth_argument(loops, self.engine.config.max_loops)
         base, rows = self.held()
+        cdef int depth = depth_argument(loops, self.engine.config.max_loops)
         if depth <= base.loops:
             return
         kept = new_rows(self.engine, base.n_tokens, rows)

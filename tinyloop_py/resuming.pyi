@@ -7,7 +7,7 @@ import numpy.typing as npt
 from .pool import PrefixPool
 from .resume_handle import ResumeHandle
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 class Resuming:
     def build_resume_handle(

@@ -15,8 +15,9 @@ from .pool_ledger cimport PoolEntry
 from .resume_handle cimport ResumeHandle
 from .sampling cimport Sampling
 from .sequence cimport Sequence
+from .signals cimport is_failure
 
-from .errors import HIT_FAILURES, OutOfMemoryError
+from .errors import OutOfMemoryError
 
 
 class Resuming:
@@ -71,7 +72,7 @@ class Resuming:
         handle._tokens = np.array(tokens, np.int32)
         handle._tokens.flags.writeable = False
         handle._held = run_with_pool(self._engine, pool, handle._tokens, key)
-        self._handles.add(handle)
+        self._depend(handle)
         if self.closed:  # meanwhile, by another thread
             handle.close()
         return handle
@@ -130,6 +131,7 @@ cdef tuple run_with_pool(Engine engine, PrefixPool pool, const int32_t[::1] toke
     cdef PoolEntry entry = None if pool is None else pool._find(key, tokens)
     cdef HiddenRows rows
     cdef tuple held
+    cdef bint fell_back = False
     while True:
         try:
             if entry is not None:
@@ -138,15 +140,17 @@ cdef tuple run_with_pool(Engine engine, PrefixPool pool, const int32_t[::1] toke
                 rows = new_rows(engine, tokens.shape[0], None)
                 held = (engine.build_prefix(tokens, key[1], key[2], None, rows), rows)
             break
-        except HIT_FAILURES as error:
+        except BaseException as error:
             rows = None
-            if pool is None:
+            if pool is None or not is_failure(error):
                 raise
             if entry is not None:  # whatever a hit fails on, the plain path answers, or raises for itself
-                pool._record_fallback()
+                fell_back = True
                 entry = None
             elif not (isinstance(error, OutOfMemoryError) and pool._evict_idle(key[0])):
                 raise
+    if fell_back:
+        pool._record_fallback()
     if pool is not None:
         pool._record(entry, tokens.shape[0], tokens.shape[0] - (0 if entry is None else entry.n_tokens))
     return held

@@ -9,6 +9,7 @@ import numpy as np
 from libc.stdint cimport int32_t, uint64_t
 
 from .abi cimport tl_sampling
+from .arguments cimport real_argument
 
 # What is out of float32's sight counts as these: a distribution is uniform or greedy long before.
 cdef double SMALL = 1e-30
@@ -17,7 +18,7 @@ cdef double LARGE = 1e30
 
 cdef int _int(object value, str name, long long low, long long high) except? -1:
     """An integer argument, as a C int."""
-    if isinstance(value, bool):
+    if isinstance(value, (bool, np.bool_)):  # older NumPy: its bools are indices
         raise TypeError(f"{name} is {value!r}, expected an integer")
     try:
         number = operator.index(value)
@@ -28,22 +29,8 @@ cdef int _int(object value, str name, long long low, long long high) except? -1:
     return number
 
 
-cdef double _float(object value, str name) except? -1.0:
-    """A real, finite argument."""
-    if isinstance(value, (bool, str, bytes)) or not hasattr(type(value), "__float__"):
-        raise TypeError(f"{name} is {type(value).__name__}, expected a number")
-    cdef double number
-    try:
-        number = float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is an integer beyond floating point, expected a finite number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}, expected a finite number")
-    return number
-
-
 cdef double _fraction(object value, str name, bint zero) except? -1.0:
-    cdef double number = _float(value, name)
+    cdef double number = real_argument(value, name)
     if not (number >= 0.0 if zero else number > 0.0) or number > 1.0:
         raise ValueError(f"{name} is {number:g}, expected {'0 to 1' if zero else 'more than 0, and at most 1'}")
     return number
@@ -82,7 +69,7 @@ cdef class Sampling:
         self, temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed, stop_tokens, int vocab_size,
         frozenset own_stops=frozenset(),
     ):
-        cdef double t = _float(temperature, "temperature")
+        cdef double t = real_argument(temperature, "temperature")
         if t < 0.0:
             raise ValueError(f"temperature is {t:g}, expected 0 (greedy) or more")
         self.c.size = sizeof(tl_sampling)
@@ -90,7 +77,7 @@ cdef class Sampling:
         self.c.top_k = _int(top_k, "top_k", 0, 2**31 - 1)
         self.c.top_p = 1.0 if type(top_p) is float and top_p == 1.0 else max(_fraction(top_p, "top_p", False), SMALL)
         self.c.min_p = 0.0 if type(min_p) is float and min_p == 0.0 else _fraction(min_p, "min_p", True)
-        cdef double penalty = _float(repetition_penalty, "repetition_penalty")
+        cdef double penalty = real_argument(repetition_penalty, "repetition_penalty")
         if penalty <= 0.0:
             raise ValueError(f"repetition_penalty is {penalty:g}, expected more than 0 (1 is off)")
         self.c.repetition_penalty = min(max(penalty, SMALL), LARGE)
@@ -117,7 +104,7 @@ cdef class Sampling:
 
     @staticmethod
     def _seed(seed):
-        if isinstance(seed, bool):
+        if isinstance(seed, (bool, np.bool_)):
             raise TypeError(f"seed is {seed!r}, expected an integer or None")
         try:
             number = operator.index(seed)
@@ -134,7 +121,7 @@ cdef class Sampling:
             raise TypeError(f"logit_bias is {type(bias).__name__}, expected a mapping of token id to value") from None
         if any(items[i][0] == items[i - 1][0] for i in range(1, len(items))):
             raise ValueError("logit_bias names a token id twice")
-        values = [-math.inf if isinstance(v, (float, np.floating)) and v == -math.inf else _float(v, "a logit_bias value") for _, v in items]
+        values = [-math.inf if isinstance(v, (float, np.floating)) and v == -math.inf else real_argument(v, "a logit_bias value") for _, v in items]
         if not items:
             return 0
         self._bias_ids = np.array([k for k, _ in items], np.int32)

@@ -6,7 +6,7 @@ from .loaded_model cimport LoadedModel
 from .pool cimport PrefixPool
 from .pool_ledger cimport PoolEntry
 
-from .errors import FormatError
+from .errors import FormatError, PoolFullError
 from .saved_prefixes import load_prefixes, save_prefixes
 
 ARGUMENTS = ("capacity", "max_cached_tokens", "max_bytes", "eviction")
@@ -37,14 +37,19 @@ def load_pool(LoadedModel model, path, bint rebuild):
         pool = PrefixPool(capacity, **{name: contents.pool[name] for name in ARGUMENTS[1:]})
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{os.fsdecode(path)}: the pool's arguments are not valid: {error}") from None
-    model._pools.add(pool)
+    model._depend(pool)
     entries = {}
-    for i in sorted(range(len(prefixes)), key=lambda i: contents.entries[i].serial):  # as they were registered
-        saved, (tokens, prefix) = contents.entries[i], prefixes[i]
-        key = model.pool_key("load_pool", saved.loops, saved.cache_window, saved.namespace)
-        entry = pool._insert(key, tokens, prefix, saved.pinned)
-        entry.hits = saved.hits
-        entries[i] = entry
+    try:
+        for i in sorted(range(len(prefixes)), key=lambda i: contents.entries[i].serial):  # as they were registered
+            saved, (tokens, prefix) = contents.entries[i], prefixes[i]
+            key = model.pool_key("load_pool", saved.loops, saved.cache_window, saved.namespace)
+            entry = pool._insert(key, tokens, prefix, saved.pinned)
+            entry.hits = saved.hits
+            entries[i] = entry
+        if pool.size() != len(prefixes):
+            raise PoolFullError("one was evicted, or is there twice")
+    except PoolFullError as error:
+        raise FormatError(f"{os.fsdecode(path)}: the pool's entries do not fit it: {error}") from None
     for i in range(len(prefixes)):  # then as they were used
         pool._touch(entries[i])
     if model.closed:  # meanwhile, by another thread
@@ -61,7 +66,7 @@ def fill_pool(LoadedModel model, path, PrefixPool pool):
     """
     cdef PoolEntry entry
     contents, prefixes, notes = load_prefixes(model, path, "pool", False)
-    model._pools.add(pool)
+    model._depend(pool)
     for saved, (tokens, prefix) in zip(contents.entries, prefixes):
         entry = pool._insert(model.pool_key("load_pool", saved.loops, saved.cache_window, saved.namespace), tokens, prefix, saved.pinned)
         entry.hits = saved.hits

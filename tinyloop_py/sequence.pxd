@@ -12,7 +12,6 @@ cdef class Sequence:
     cdef Sequence operands              # in h mode, where it shall be held: what `freeze` is asked of
     cdef int part_window[3]             # the widest window of a part's layers, 0 = full
     cdef int32_t *table                 # (n_stages, stride)
-    cdef bint interrupted               # a signal's handler raised after a step of it
     cdef list spans                     # shared full pages before own_first
 
     cdef int32_t take(self, int stage) except -1

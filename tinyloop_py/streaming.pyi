@@ -8,7 +8,7 @@ from .pool import PrefixPool
 from .text_stream import TextStream
 from .token_stream import TokenStream
 
-_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | memoryview
+_Tokens = npt.NDArray[np.integer[Any]] | Sequence[int] | Sequence[np.integer[Any]] | memoryview
 
 class Streaming:
     def generate_stream(

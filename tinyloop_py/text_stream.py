@@ -44,6 +44,19 @@ class TextStream:
         return self
 
     def __next__(self) -> str:
+        n_tokens = self._stream._generation.n_tokens
+        try:
+            piece = self._next_piece()
+        except BaseException:
+            if self._stream._generation.n_tokens > n_tokens:  # a signal's handler raised, and text goes with it
+                self._stream.close()
+            raise
+        if not piece:
+            raise StopIteration
+        return piece
+
+    def _next_piece(self) -> str:
+        """The next piece, "" at the end."""
         while self._stop.found is None:
             token = next(self._stream, None)
             if token is None:
@@ -54,17 +67,14 @@ class TextStream:
                 self._stream.close()
             if piece:
                 return piece
-        raise StopIteration
+        return ""
 
     def _rest(self) -> str:
         """What the end of the tokens leaves to show."""
-        if not self._flushed and self.finish_reason != "cancelled":
-            self._flushed = True
-            rest = self._stop.push(self._decoder.flush())
-            rest += self._stop.flush()
-            if rest:
-                return rest
-        raise StopIteration
+        if self._flushed or self.finish_reason == "cancelled":
+            return ""
+        self._flushed = True
+        return self._stop.push(self._decoder.flush()) + self._stop.flush()
 
     def __enter__(self) -> Self:
         return self

@@ -38,13 +38,19 @@ class TokenStream:
 
     def __next__(self) -> int:
         generation = self._generation
-        if generation.finish_reason is None:
-            self._model._check_open("TokenStream.__next__")
-        token = next(generation)
-        if self._n_logprobs:
-            assert generation.logits is not None
-            self.logprobs.append(token_logprobs(generation.logits, token, self._n_logprobs))
-        return token
+        n_tokens = generation.n_tokens
+        try:
+            if generation.finish_reason is None:
+                self._model._check_open("TokenStream.__next__")
+            token = next(generation)
+            if self._n_logprobs:
+                assert generation.logits is not None
+                self.logprobs.append(token_logprobs(generation.logits, token, self._n_logprobs))
+            return token
+        except BaseException:
+            if generation.n_tokens > n_tokens:  # a signal's handler raised, and a token that was drawn goes with it
+                generation.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -232,7 +232,7 @@ class Runner:
         had_builds = request.keep_first > job.n_matched or job.prompt_pool is not None
         try:
             for index in range(request.n):
-                generation = open_generation(self.model, pool, request, index, self.window)
+                generation = open_generation(self.model, pool, request, index, self.window, may_wait=bool(self._running or self._building))
                 generation.hold = index == 0 and self._keeps_turns
                 job.outputs.append(RunningOutput(generation, index, request, self.model.tokenizer))
         except OutOfMemoryError as error:

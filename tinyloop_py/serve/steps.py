@@ -41,7 +41,7 @@ class PrefixBuild:
     ) -> None:  # fmt: skip
         self.model = model
         self.target = target
-        model._pools.add(target)
+        model._depend(target)
         self.tokens = np.asarray(tokens, np.int32)
         self.key = model._pool_key(loops, window, namespace)
         self.namespace = namespace
@@ -90,13 +90,14 @@ class PrefixBuild:
                     raise
 
 
-def open_generation(model: Model, pool: PrefixPool | None, request: GenerationRequest, index: int, window: int) -> Generation:
-    """The `index`-th output of a request, on the pool's longest match."""
+def open_generation(model: Model, pool: PrefixPool | None, request: GenerationRequest, index: int, window: int, may_wait: bool = False) -> Generation:
+    """The `index`-th output of a request, on the pool's longest match; `may_wait` as in Generation."""
     s = request.sampling
     seed = None if s.seed is None else (s.seed + index) % 2**64
     generation = model._start(
         request.tokens, request.max_tokens, request.loops, s.temperature, s.top_k, window, pool=pool, namespace=request.namespace, top_p=s.top_p,
         min_p=s.min_p, repetition_penalty=s.repetition_penalty, logit_bias=s.logit_bias, seed=seed, stop_tokens=request.stop_tokens, run_prompt=False,
+        may_wait=may_wait,
     )  # fmt: skip
     if request.logprobs is not None:
         generation.keep_logits()
