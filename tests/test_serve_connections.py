@@ -10,6 +10,7 @@ import pytest
 for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
+from engine_runs import held_steps
 from serving import JSON, NAME, ask, byte_tokenizer, server_here, server_process, slow_steps, wait_until
 
 from tinyloop_py.serve import beside, service
@@ -108,6 +109,18 @@ def test_a_client_that_sends_ahead_and_leaves_ends_its_work(monkeypatch):
                 connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             wait_until(lambda n=n: f"tinyloop_cancelled_requests_total {n}.0".encode() in ask(url, "/metrics").body, "it was cancelled")
             wait_until(lambda: service.engine.n_running == 0, "its work has ended")
+
+
+def test_what_the_server_gives_up_is_no_client_that_left():
+    with held_steps() as held, server_here(max_running=1, max_queued=2, deadline=3) as (url, service):
+        waiting = threading.Thread(target=ask, args=(url, TEXT, {**ENDLESS, "prompt": ["a", "b"], "max_tokens": 9}))
+        waiting.start()
+        wait_until(lambda: service.engine.n_waiting == 1, "one runs and one waits")
+        assert ask(url, TEXT, {**ENDLESS, "prompt": ["a", "b"], "max_tokens": 9}).status == 429  # there was room for one of them
+        assert service.engine.n_waiting <= 1
+        waiting.join(60)  # until its deadline
+        assert b"tinyloop_cancelled_requests_total 0.0" in ask(url, "/metrics").body
+        held.open()
 
 
 def test_requests_sent_ahead_are_answered_in_order():

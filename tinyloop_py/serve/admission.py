@@ -45,6 +45,7 @@ class Admission:
             assert job is not None
             n_free -= job.request.n
             self.running.add(job)
+            job.stream.began = True
             admitted.append(job)
         return admitted
 
@@ -52,6 +53,7 @@ class Admission:
         """There was no memory for them beside the others: back to their places until something ends."""
         for job in jobs:
             self.running.discard(job)
+            job.stream.began = False
             self.waiting.put(job.request.tenant, job, first=True)
         if jobs:
             self._memory_short = True

@@ -90,7 +90,8 @@ class Stream:
         self.request = request
         self.n_prompt = len(request.tokens)
         self.n_cached = 0  # prompt tokens taken from a prefix; final with the first piece
-        self.n_generated = 0
+        self.n_generated = 0  # tokens that were drawn, read or not
+        self.began = False  # its prompt is run, or was
         self._open = request.n  # outputs that have not ended
         self._cancel = cancel
         self._events: deque[Piece | ServeError] = deque()
@@ -112,6 +113,8 @@ class Stream:
 
     def feed(self, event: Piece | ServeError) -> None:
         """The engine's end of it."""
+        if isinstance(event, Piece):
+            self.n_generated += len(event.tokens)
         self._events.append(event)
         self._changed.set()
 
@@ -135,7 +138,6 @@ class Stream:
         return pieces
 
     def _see(self, piece: Piece) -> Piece:
-        self.n_generated += len(piece.tokens)
         if piece.finish_reason is not None:
             self._open -= 1
             self._ended = self._open == 0
