@@ -6,9 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ..token_logprobs import TokenLogprobs
+from ..tokens import as_tokens, check_vocab
 from .errors import ServeError, bad_request, context_exceeded
 
 if TYPE_CHECKING:
@@ -185,15 +188,35 @@ class Output:
 
 def check_request(request: GenerationRequest, model: Model, max_outputs: int) -> None:
     """Raise ServeError(400) for what the model cannot run."""
-    n, limit, vocab_size = len(request.tokens), model.max_seq_len, model.config.vocab_size
-    max_loops = model.config.max_loops or 1
+    limit, vocab_size = model.max_seq_len, model.config.vocab_size
+    try:
+        tokens = as_tokens(request.tokens, "prompt")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise bad_request(str(error), "prompt") from None
+    n = len(tokens)
     if n == 0:
         raise bad_request("The prompt is empty; give at least one token.", "prompt")
+    _check_whole("max_tokens", request.max_tokens, 0)
     if n + request.max_tokens > limit:
         raise context_exceeded(n, request.max_tokens, limit)
-    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab_size:
+    if check_vocab(tokens, vocab_size) >= 0:
         raise bad_request(f"The prompt has a token id outside 0 to {vocab_size - 1}.", "prompt")
-    if not 1 <= request.n <= max_outputs:
-        raise bad_request(f"n is {request.n}, expected 1 to {max_outputs}.", "n")
-    if request.loops is not None and not 1 <= request.loops <= max_loops:
-        raise bad_request(f"loops is {request.loops}, expected 1 to {max_loops}.", "loops")
+    _check_whole("n", request.n, 1, max_outputs)
+    if request.loops is not None:
+        _check_whole("loops", request.loops, 1, model.config.max_loops or 1)
+    if request.logprobs is not None:
+        _check_whole("logprobs", request.logprobs, 0)
+    _check_whole("keep_first", request.keep_first, 0)
+    if isinstance(request.stop, str) or not all(isinstance(text, str) and text for text in request.stop):
+        raise bad_request(f"stop is {request.stop!r}, expected a sequence of texts that are not empty.", "stop")
+    if request.deadline is not None and not 0 <= request.deadline <= inf:
+        raise bad_request(f"deadline is {request.deadline}, expected 0 or more seconds.", "deadline")
+
+
+def _check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    try:
+        number = index(value)
+    except TypeError:
+        raise bad_request(f"{name} is {value!r}, expected a whole number.", name) from None
+    if number < least or (most is not None and number > most):
+        raise bad_request(f"{name} is {number}, expected {least} {'or more' if most is None else f'to {most}'}.", name)
