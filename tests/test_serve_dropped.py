@@ -11,6 +11,7 @@ for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"
 
 from serving_app import Served, echo, run
 
+from tinyloop_py.commands.serve import allow_files
 from tinyloop_py.serve.dropped import MOST_LINES, PERIOD_SECONDS, Dropped
 from tinyloop_py.serve.write_watch import MOST_LOOKS, WatchedTransport
 
@@ -221,3 +222,25 @@ def test_a_flood_of_what_is_dropped_is_a_few_lines_of_the_log(caplog):
     n_lines = len(caplog.records)
     loop.set.pop()[1]()
     assert len(caplog.records) == n_lines
+
+
+# ---- what the system closes
+
+
+@pytest.mark.parametrize(
+    ("limits", "n", "expected", "warns"),
+    [
+        ((64, 4096), 100, (356, 4096), False), ((64, -1), 100, (356, -1), False), ((64, 200), 100, (200, 200), True),
+        ((1024, 4096), 100, None, False), ((-1, -1), 5000, None, False), ((1024, 1024), 5000, None, True),
+    ],
+)  # fmt: skip
+def test_a_server_may_open_as_many_files_as_its_connections_need(monkeypatch, caplog, limits, n, expected, warns):
+    resource = pytest.importorskip("resource")
+    limits = tuple(resource.RLIM_INFINITY if limit == -1 else limit for limit in limits)
+    expected = expected and tuple(resource.RLIM_INFINITY if limit == -1 else limit for limit in expected)
+    taken = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, given: taken.append(given))
+    with caplog.at_level(logging.WARNING, "tinyloop.serve"):
+        allow_files(n)
+    assert taken == ([] if expected is None else [expected]) and bool(caplog.records) == warns

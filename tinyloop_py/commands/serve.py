@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_PORT = 65535
 MOST = 1 << 53  # of numbers and seconds: "inf" is a typo as much as "nan" is
+MORE_FILES = 256  # than connections: those that are refused and not yet gone, the model, the event loop
 LEAST = {
     "port": 0, "max_seq_len": 1, "threads": 1, "kv_budget": 1, "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0,
     "default_max_tokens": 1, "pool_capacity": 1, "pool_bytes": 1, "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1,
@@ -105,6 +108,24 @@ def settings_from(args: argparse.Namespace) -> Settings:
     )  # fmt: skip
 
 
+def allow_files(n_connections: int) -> None:
+    """Raises the process's own limit of open files to what its connections need: those beyond it would be closed without a word."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # not a POSIX system
+        return
+    needed = n_connections + MORE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a system that has another limit too
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        text = "this process may open %d files; for --max-connections %d it should be %d (ulimit -n, LimitNOFILE=)"
+        logging.getLogger("tinyloop.serve").warning(text, soft, n_connections, needed)
+
+
 def spare_the_collector() -> None:
     """What was loaded stays: the garbage collector need not look at it again, nor at what is new for each few requests."""
     gc.collect()
@@ -125,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
     args.host_is_open = not is_loopback(args.host)
     settings = settings_from(args)
     write_logs_to_stderr()
+    allow_files(settings.max_connections)
     sys.setswitchinterval(0.001)  # the worker waits for the interpreter's lock after every step, no longer than this
     server = make_server(settings, args.host, args.port)
     server.service.on_ready = spare_the_collector
