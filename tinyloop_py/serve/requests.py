@@ -81,6 +81,7 @@ class Piece:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
+    offset: int = 0  # with log-probabilities: characters of the output before its token
 
 
 class Stream:
@@ -177,12 +178,14 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    offsets: list[int] = field(default_factory=list)  # of the tokens with log-probabilities, in characters
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
+        self.offsets += [piece.offset] * len(piece.logprobs)
         self.finish_reason = piece.finish_reason or self.finish_reason
 
 
