@@ -10,10 +10,10 @@ import pytest
 for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
+from engine_runs import held_steps
 from serving import JSON, NAME, ask, byte_tokenizer, server_here, server_process, slow_steps, wait_until
 
 from tinyloop_py.serve import beside, service
-from tinyloop_py.serve.write_watch import WatchedTransport
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"model": NAME, "max_tokens": 8000, "ignore_eos": True, "loops": 4}
@@ -72,6 +72,17 @@ def test_a_stream_that_nobody_reads_ends_with_its_work(fields):
         assert b"tinyloop_cancelled_requests_total 1.0" in ask(url, "/metrics").body
 
 
+def test_a_reader_that_trickles_gives_its_connection_back():
+    with server_here(write_seconds=0.2, write_rate=1 << 30, idle_seconds=1, max_connections=1, max_body_bytes=64 << 20) as (url, service):
+        wait_until(lambda: ask(url, "/health").status == 200, "the connection of the start is free")
+        with connect(url, 4096) as connection:
+            connection.sendall(post("/detokenize", {"tokens": [200] * 1_000_000}))
+            n_dropped = service.metrics.dropped.labels("slow_reader")._value.get
+            wait_until(lambda: connection.recv(100) and n_dropped() == 1, "it was given up, though it always takes something")
+            wait_until(lambda: ask(url, "/health").status == 200, "another client has its place")
+        assert b'tinyloop_dropped_connections_total{reason="slow_reader"} 1.0' in ask(url, "/metrics").body
+
+
 def test_requests_sent_far_ahead_without_reading_are_given_up():
     with server_here(write_seconds=0.2, max_connections=1, idle_seconds=1) as (url, _):
         wait_until(lambda: ask(url, "/health").status == 200, "the connection of the start is free")
@@ -83,68 +94,6 @@ def test_requests_sent_far_ahead_without_reading_are_given_up():
             except (TimeoutError, ConnectionError):
                 pass
             wait_until(lambda: ask(url, "/health").status == 200, "another client has its place")
-
-
-class Buffered:
-    """A transport from which a reader takes what it is told to."""
-
-    def __init__(self):
-        self.n_left, self.aborted = 0, False
-
-    def write(self, data):
-        self.n_left += len(data)
-
-    def get_write_buffer_size(self):
-        return self.n_left
-
-    def abort(self):
-        self.aborted = True
-
-
-class Clock:
-    """An event loop of timers alone."""
-
-    def __init__(self):
-        self.timers = []
-
-    def call_later(self, seconds, function):
-        self.timers.append((seconds, function))
-        return self
-
-    def cancel(self):
-        self.timers.clear()
-
-    def tick(self):
-        """The time of all timers is up."""
-        timers, self.timers = self.timers, []
-        for seconds, function in timers:
-            assert seconds == 5.0
-            function()
-
-
-def test_a_reader_that_takes_something_is_served_however_slow_it_is():
-    transport, clock = Buffered(), Clock()
-    watched = WatchedTransport(transport, 5.0, clock)
-    watched.write(b"x" * 10)
-    for _ in range(50):
-        transport.n_left -= 1  # it took one byte, while more was written than it took
-        watched.write(b"xy")
-        clock.tick()
-        assert not transport.aborted and len(clock.timers) == 1
-    transport.n_left = 0
-    clock.tick()
-    assert not clock.timers  # nothing lies there, nothing is watched
-    watched.write(b"x")
-    clock.tick()
-    assert transport.aborted and not clock.timers
-
-
-def test_a_connection_that_is_over_is_not_watched():
-    transport, clock = Buffered(), Clock()
-    watched = WatchedTransport(transport, 5.0, clock)
-    watched.write(b"x")
-    watched.stop()
-    assert not clock.timers
 
 
 # ---- ahead, and older
@@ -160,6 +109,18 @@ def test_a_client_that_sends_ahead_and_leaves_ends_its_work(monkeypatch):
                 connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             wait_until(lambda n=n: f"tinyloop_cancelled_requests_total {n}.0".encode() in ask(url, "/metrics").body, "it was cancelled")
             wait_until(lambda: service.engine.n_running == 0, "its work has ended")
+
+
+def test_what_the_server_gives_up_is_no_client_that_left():
+    with held_steps() as held, server_here(max_running=1, max_queued=2, deadline=3) as (url, service):
+        waiting = threading.Thread(target=ask, args=(url, TEXT, {**ENDLESS, "prompt": ["a", "b"], "max_tokens": 9}))
+        waiting.start()
+        wait_until(lambda: service.engine.n_waiting == 1, "one runs and one waits")
+        assert ask(url, TEXT, {**ENDLESS, "prompt": ["a", "b"], "max_tokens": 9}).status == 429  # there was room for one of them
+        assert service.engine.n_waiting <= 1
+        waiting.join(60)  # until its deadline
+        assert b"tinyloop_cancelled_requests_total 0.0" in ask(url, "/metrics").body
+        held.open()
 
 
 def test_requests_sent_ahead_are_answered_in_order():

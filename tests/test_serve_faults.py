@@ -52,22 +52,6 @@ def test_a_deadline_ends_requests_at_work_and_waiting(model, held):
     run(model, work, max_running=1)
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"tokens": []}, "empty"), ({"tokens": [1, 99999]}, "outside"), ({"tokens": [-1]}, "outside"), ({"tokens": [1] * 600}, "maximum context"),
-        ({"tokens": [1], "max_tokens": 512}, "maximum context"), ({"tokens": [1], "loops": 5}, "loops"), ({"tokens": [1], "n": 99}, "n is 99"),
-    ],
-)  # fmt: skip
-def test_what_cannot_run_is_refused_before_it_waits(model, fields, text):
-    async def work(engine):
-        with pytest.raises(ServeError, match=text) as raised:
-            engine.submit(GenerationRequest(**fields))
-        assert raised.value.status == 400 and engine.n_waiting == 0
-
-    run(model, work)
-
-
 def test_memory_that_is_short_makes_a_request_wait(model):
     with tl.Model(tiny_model(), 512, device="cpu", threads=1) as probe:
         generation = probe._start(prompt(20), 100, run_prompt=False)

@@ -35,6 +35,9 @@ FIELDS = [
     ({"top_logprobs": 2}, "top_logprobs"), ({"stream_options": {"include_usage": True}}, "stream_options"), ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"stop_token_ids": [261]}, "stop_token_ids"), ({"namespace": "a/b"}, "namespace"), ({"messages": []}, "messages"), ({"model": None}, "model"),
     ({"messages": [{"role": "wizard", "content": "hi"}]}, None), ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+    ({"stop": ""}, "stop"), ({"stop": ["a", 1]}, "stop.1"), ({"stop": ["a", ""]}, "stop.1"), ({"stop": 1}, "stop"), ({"a[b]": 1}, "a[b]"),
+    ({"str": 1}, "str"),
+    ({"messages": [1]}, "messages.0"),
 ]  # fmt: skip
 PROMPTS = [
     ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [1.5]}, None), ({"prompt": [-1]}, None), ({"prompt": [[1], "a"]}, None),
@@ -53,6 +56,14 @@ def test_a_bad_chat_is_told_what_is_wrong(url, fields, param):
 def test_a_bad_completion_is_told_what_is_wrong(url, fields, param):
     answer = ask(url, TEXT, {"model": NAME, "prompt": "a", **fields})
     assert is_error(answer, 400, param), answer.body
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"stop": ["a"] * 17}, "at most 16 items"), ({"stop": "a" * 300}, "at most 256 characters"), ({"messages": [1]}, "expected an object")],
+)
+def test_the_fault_of_a_field_of_several_types_is_that_of_the_type_that_was_sent(url, fields, text):
+    assert text in ask(url, CHAT, {"model": NAME, "messages": HI, **fields}).json["error"]["message"]
 
 
 @pytest.mark.parametrize("body", [[], 3, None, "x", {}, {"model": NAME}])

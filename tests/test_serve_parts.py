@@ -81,6 +81,17 @@ def test_an_allowance_refills_and_debts_are_waited_for():
     assert allowance.wait_seconds() > 0  # a long silence saves up one minute's worth, no more
 
 
+def test_who_tries_again_when_told_to_is_not_told_again():
+    now = [0.0]
+    allowance = Allowance(60, lambda: now[0])
+    allowance.take(61.4)
+    tenant = Tenant("a", tokens=allowance)
+    with pytest.raises(ServeError, match=r"try again in 3 s") as raised:
+        tenant.begin(1)
+    now[0] = float(raised.value.headers()["retry-after"])
+    tenant.begin(1)
+
+
 def test_keys_are_kept_as_hashes_and_name_their_tenant(capsys):
     path = scratch("keys.json")
     assert main(["key", str(path), "acme", "--max-requests", "3"]) == 0

@@ -1,8 +1,6 @@
 """HTTP/1.1 on a connection, on either event loop, under applications of the tests' own: what is read, what is refused, what goes out and when."""
 
 import asyncio
-import contextlib
-import json
 import socket
 from types import SimpleNamespace
 
@@ -11,87 +9,17 @@ import pytest
 for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
+from serving_app import Served, answers, asked, echo, run
 from uvicorn.server import ServerState
 
+from tinyloop_py.serve.dropped import Dropped
 from tinyloop_py.serve.errors import ServeError
-from tinyloop_py.serve.protocol import Limits, protocol_factory
 from tinyloop_py.serve.request_head import MAX_HEAD_BYTES, RequestHead
-
-DEFAULTS = {"max_connections": 100, "max_body_bytes": 1 << 20, "header_seconds": 60, "body_seconds": 60, "write_seconds": 60, "idle_seconds": 60}
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def new_loop(request):
     return asyncio.new_event_loop if request.param == "asyncio" else pytest.importorskip("uvloop").new_event_loop
-
-
-class Served:
-    """A server of one application on a free port."""
-
-    def __init__(self, app, **limits):
-        self.state = ServerState()
-        self._factory = protocol_factory(Limits(**{**DEFAULTS, **limits}))
-        self._config = SimpleNamespace(loaded_app=app)
-
-    async def __aenter__(self):
-        make = lambda: self._factory(config=self._config, server_state=self.state, app_state={}, _loop=asyncio.get_running_loop())  # noqa: E731
-        self._server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
-        return self
-
-    async def __aexit__(self, *error):
-        self._server.close()
-
-    async def connect(self):
-        return await asyncio.open_connection(*self._server.sockets[0].getsockname())
-
-    async def ask(self, *parts):
-        """All that comes, until the connection's end, for what is sent part by part."""
-        reader, writer = await self.connect()
-        for part in parts:
-            with contextlib.suppress(ConnectionError):
-                writer.write(part)
-                await writer.drain()
-            await asyncio.sleep(0.001)
-        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
-            return await reader.read()
-        return b""
-
-
-def run(new_loop, main):
-    loop = new_loop()
-    try:
-        return loop.run_until_complete(asyncio.wait_for(main(), 60))
-    finally:
-        loop.close()
-
-
-async def echo(scope, receive, send):
-    """Answers with what it was asked."""
-    message = await receive()
-    assert not message["more_body"]
-    fields = {"method": scope["method"], "path": scope["path"], "body": message["body"].decode(), "query": scope["query_string"].decode()}
-    fields |= {"headers": [[name.decode(), value.decode("latin-1")] for name, value in scope["headers"]]}
-    refused = scope["refused"]
-    body = json.dumps(fields if refused is None else refused.body()).encode()
-    headers = [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200 if refused is None else refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def asked(head, body=b"", close=True):
-    return head.replace("\n", "\r\n").encode() + (b"connection: close\r\n" if close else b"") + b"\r\n" + body
-
-
-def answers(data):
-    """(status, head, parsed body) of each answer with a length."""
-    found = []
-    while data:
-        head, _, rest = data.partition(b"\r\n\r\n")
-        status = int(head.split(b" ")[1])
-        n = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
-        found.append((status, head, json.loads(rest[:n]) if n else None))
-        data = rest[n:]
-    return found
 
 
 def test_a_request_may_come_in_any_parts(new_loop):
@@ -126,7 +54,6 @@ REFUSED = [
     (400, asked(f"POST / HTTP/1.1\nhost: x\ncontent-length: {10**30}\n")), (501, asked(CHUNKED.replace("chunked", "gzip, chunked"), b"0\r\n\r\n")),
     (400, asked(CHUNKED, b"x\r\n")), (400, asked(CHUNKED, b"1\r\nab\r\n")), (400, asked(CHUNKED, b"1;" + b"x" * 100_000)),
     (400, asked(CHUNKED, b"1\r\na\r\n0\r\n" + b"x: y\r\n" * 20_000)),
-    (400, asked(CHUNKED + "upgrade: a\nconnection: upgrade\n", b"0\r\n\r\n", close=False)),
     (431, b"GET / HTTP/1.1\r\nhost: x\r\ny: " + b"z" * 100_000), (431, asked("GET / HTTP/1.1\nhost: x\n" + "y: z\n" * 10_000)),
     (413, asked("POST / HTTP/1.1\nhost: x\ncontent-length: 2000000\n")), (413, asked(CHUNKED, b"200000\r\n" + b"x" * 0x200000 + b"\r\n0\r\n\r\n")),
 ]  # fmt: skip
@@ -142,6 +69,22 @@ def test_what_is_no_request_gets_an_error_and_the_end(new_loop, status, data):
     run(new_loop, main)
 
 
+@pytest.mark.parametrize(("status", "data"), REFUSED)
+def test_what_is_refused_is_written_down_once(new_loop, status, data):
+    reasons, statuses = [], []
+
+    async def app(scope, receive, send):
+        statuses.append(None if scope["refused"] is None else scope["refused"].status)
+        await echo(scope, receive, send)
+
+    async def main():
+        async with Served(app, dropped=Dropped(reasons.append)) as served:
+            await served.ask(data)
+
+    run(new_loop, main)
+    assert len(reasons) + len(statuses) == 1 and set(statuses) <= {status} and set(reasons) <= {"bad_http", "head_too_large"}
+
+
 def test_a_length_may_have_any_number_of_leading_zeros(new_loop):
     async def main():
         async with Served(echo) as served:
@@ -154,42 +97,11 @@ def test_a_length_may_have_any_number_of_leading_zeros(new_loop):
 def test_a_wish_for_another_protocol_is_not_heard(new_loop):
     async def main():
         async with Served(echo) as served:
-            data = asked("POST /a HTTP/1.1\nhost: x\nconnection: Upgrade, HTTP2-Settings\nupgrade: h2c\ncontent-length: 2\n", b"hi", close=False)
-            first, second = answers(await served.ask(data + asked("GET /b HTTP/1.1\nhost: x\n")))
-            assert first[0] == second[0] == 200 and first[2]["body"] == "hi" and second[2]["path"] == "/b"
-
-    run(new_loop, main)
-
-
-def test_fields_at_the_end_of_a_chunked_body_are_none_of_the_request(new_loop):
-    async def main():
-        async with Served(echo) as served:
-            data = asked(CHUNKED, b"2;a=b\r\nhi\r\n1\r\n!\r\n0\r\nauthorization: Bearer x\r\n\r\n")
-            for size in (1, 5, len(data)):
-                [(status, _, body)] = answers(await served.ask(*[data[at : at + size] for at in range(0, len(data), size)]))
-                assert status == 200 and body["body"] == "hi!" and "authorization" not in dict(body["headers"])
-
-    run(new_loop, main)
-
-
-FOLLOWERS = [
-    asked("GET /b HTTP/1.1\nhost: x\n"), asked("POST /b HTTP/1.1\nhost: x\ncontent-length: 5\n", b"hello"), asked(CHUNKED, b"1\r\na\r\n0\r\n\r\n"),
-    asked("GET /b HTTP/1.1\nhost: x\nconnection: upgrade\nupgrade: h2c\n"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("follower", FOLLOWERS)
-def test_what_follows_a_chunked_body_at_once_is_not_answered_and_nothing_else_is(new_loop, follower):
-    async def main():
-        async with Served(echo) as served:
-            data = asked(CHUNKED, b"2\r\nhi\r\n0\r\n\r\n", close=False)
-            [(status, head, body)] = answers(await served.ask(data + follower))
-            assert status == 200 and body["body"] == "hi" and b"connection: close" in head  # the client asks again
-            for size in (len(data) + 1, len(data) + len(follower) - 1):  # the rest of the follower comes when the answer is under way
-                [(status, _, body)] = answers(await served.ask((data + follower)[:size], (data + follower)[size:], follower))
-                assert status == 200 and body["body"] == "hi"
-            first, second = answers(await served.ask(data, b"", b"", FOLLOWERS[0]))
-            assert first[2]["body"] == "hi" and second[2]["path"] == "/b"
+            for field, body in (("content-length: 2", b"hi"), ("transfer-encoding: chunked", b"2\r\nhi\r\n0\r\n\r\n")):
+                head = f"POST /a HTTP/1.1\nhost: x\nconnection: Upgrade, HTTP2-Settings\nupgrade: h2c\n{field}\n"
+                data = asked(head, body, close=False) + asked("GET /b HTTP/1.1\nhost: x\n")
+                first, second = answers(await served.ask(data))
+                assert first[0] == second[0] == 200 and first[2]["body"] == "hi" and second[2]["path"] == "/b"
 
     run(new_loop, main)
 
@@ -358,6 +270,24 @@ def test_connections_that_are_refused_keep_nobody_out(new_loop):
                 await asyncio.sleep(0.001)
             [(status, _, _)] = answers(await served.ask(asked("GET / HTTP/1.1\nhost: x\n")))
             assert status == 200
+
+    run(new_loop, main)
+
+
+def test_a_connection_that_waits_for_a_further_request_makes_room(new_loop):
+    async def main():
+        async with Served(echo, max_connections=2) as served:
+            kept = []
+            for _ in range(2):
+                kept.append(await served.connect())
+                kept[-1][1].write(asked("GET / HTTP/1.1\nhost: x\n", close=False))
+                await kept[-1][0].readuntil(b"\r\n\r\n")
+            [(status, _, _)] = answers(await served.ask(asked("GET / HTTP/1.1\nhost: x\n")))
+            assert status == 200 and b"GET" in await kept[0][0].read()  # the one that has waited longest has been closed
+            kept[1][1].write(asked("GET / HTTP/1.1\nhost: x\n"))
+            assert b"HTTP/1.1 200" in await kept[1][0].read()
+            while served.state.connections:
+                await asyncio.sleep(0.001)
 
     run(new_loop, main)
 

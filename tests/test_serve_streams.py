@@ -5,13 +5,14 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
 from engine_runs import ask, plain, prompt, run
-from serving import NAME, server_here, tiny_model
+from serving import NAME, byte_tokenizer, server_here, tiny_model
 from serving import ask as ask_http
 
 import tinyloop_py as tl
@@ -20,9 +21,11 @@ from tinyloop_py.serve.errors import ServeError
 from tinyloop_py.serve.event_parts import EventParts
 from tinyloop_py.serve.event_stream import DONE, PING, EventStream, event
 from tinyloop_py.serve.jobs import Job, PrefixTask
-from tinyloop_py.serve.requests import Piece, Stream
+from tinyloop_py.serve.output import RunningOutput
+from tinyloop_py.serve.requests import GenerationRequest, Output, Piece, Stream
 from tinyloop_py.serve.responses import ChatShape, TextShape
 from tinyloop_py.serve.runner import Runner
+from tinyloop_py.serve.token_text import TokenText
 
 
 @pytest.fixture
@@ -179,7 +182,7 @@ def test_a_streams_error_comes_after_its_pieces_and_a_cancelled_one_gives_nothin
         await asyncio.sleep(0)
         stream.cancel()
         stream.feed(Piece(0, "", (7,)))
-        assert await waiting == [] and stream.n_generated == 0 and stream.ended
+        assert await waiting == [] and stream.n_generated == 1 and stream.ended
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -209,6 +212,30 @@ def test_the_events_of_pieces_are_those_of_their_choices(kind, with_usage):
         assert "".join(shown) == echo + "".join(texts) + ("z" if index == 0 else "")
         assert choices[1].keys() == choices[-1].keys() and choices[-1]["finish_reason"] == (None if index else "length")
     assert all(chunk.keys() == shape.chunk([], with_usage).keys() and chunk["id"] == shape.id for chunk in chunks)
+
+
+@pytest.mark.parametrize(("stop", "shown"), [((), "é中😀bzz"), (("zz",), "é中😀b"), (("zq",), "é中😀bzz"), (("中😀",), "é")])
+def test_the_offset_of_a_token_counts_whole_characters(stop, shown):
+    tokenizer, text = byte_tokenizer(), "é中😀bzz"
+    drawn = SimpleNamespace(finish_reason=None, logits=np.zeros(261, np.float32))
+    output, whole = RunningOutput(drawn, 0, GenerationRequest([70], stop=stop, logprobs=0), tokenizer), Output()
+    pieces = []
+    for n_left, token in zip(range(len(text.encode()) - 1, -1, -1), tokenizer.encode(text).ids, strict=True):
+        drawn.finish_reason = None if n_left else "length"
+        output.take(token)
+        pieces += output.pieces()
+        if output.finish_reason is not None:
+            break
+    for piece in pieces:
+        whole.add(piece)
+    shape = TextShape("tiny", "tl_0", TokenText(tokenizer), 0)
+    events = [
+        json.loads(data) for data in re.findall(rb"data: (.*)\n\n", EventParts(shape, False, lambda index: "").of((0, piece) for piece in pieces))
+    ]
+    streamed = [offset for event in events for offset in event["choices"][0]["logprobs"]["text_offset"]]
+    choice = shape.choice(0, whole)
+    assert choice["text"] == shown and choice["logprobs"]["text_offset"] == streamed
+    assert streamed == [len(text.encode()[:n].decode(errors="ignore")) for n in range(len(pieces))]
 
 
 def test_tokens_that_are_sent_together_have_an_event_each():

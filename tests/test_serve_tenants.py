@@ -1,6 +1,8 @@
 """Tenants: nobody hits, sees or drops what is another's, on any route; limits are each one's own."""
 
+import http.client
 import itertools
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,9 +11,11 @@ import pytest
 for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
-from serving import NAME, SYSTEM, ask, chat, loads, scratch, server_here
+from engine_runs import held_steps
+from serving import JSON, NAME, SYSTEM, ask, chat, loads, scratch, server_here, wait_until
 
 from tinyloop_py.cli import main
+from tinyloop_py.serve.errors import ServeError
 from tinyloop_py.serve.tenants import add_key
 
 TURN = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello"}]
@@ -23,7 +27,7 @@ def keys():
     path = scratch("tenants.json")
     settings = {
         "a": {"max_pinned_tokens": 100}, "b": {}, "a2": {}, "ops": {"operator": True}, "slow": {"requests_per_minute": 2},
-        "spent": {"tokens_per_minute": 20},
+        "spent": {"tokens_per_minute": 20}, "leaves": {"tokens_per_minute": 20}, "registers": {"tokens_per_minute": 20},
         "one": {"max_requests": 1}, "pins": {"max_pinned_tokens": 400},
     }  # fmt: skip
     return {name: add_key(path, name, limits) for name, limits in settings.items()}
@@ -164,6 +168,22 @@ def test_rates_and_open_requests_have_limits(url, keys):
     assert answer.status == 400 and answer.json["error"]["code"] == "too_many_prompts"  # it could never run, so it is not told to try again
     assert chat(url, key=keys["one"]).status == 200 and chat(url, key=keys["b"]).status == 200
     assert chat(url, key=keys["one"], n=99).status == 400 and chat(url, key=keys["one"]).status == 200  # a refused one is not left open
+
+
+@pytest.mark.parametrize(("name", "path"), [("leaves", "/v1/completions"), ("registers", "/v1/prefixes")])
+def test_who_leaves_while_its_prompt_runs_pays_for_it(url, keys, name, path):
+    service, tokens = service_of[url], [80] * 400
+    tenant = next(tenant for tenant in service.tenants._by_hash.values() if tenant.name == name)
+    with held_steps():  # it does not come to a token
+        client = http.client.HTTPConnection(url.removeprefix("http://"))
+        body = {"tokens": tokens} if "prefixes" in path else {"model": NAME, "prompt": tokens, "max_tokens": 1}
+        client.request("POST", path, json.dumps(body), {**JSON, "authorization": f"Bearer {keys[name]}"})
+        wait_until(lambda: service.engine.n_running or service.engine._prefixes._building, "its turn has come")
+        client.close()
+        wait_until(lambda: tenant.n_open == 0, "it has left")
+    with pytest.raises(ServeError, match="tokens per minute"):
+        tenant.begin(1)
+    wait_until(lambda: not service.engine.n_running, "its work has ended")
 
 
 def test_other_machines_need_keys_or_leave(capsys):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,11 @@ if TYPE_CHECKING:
 
 MOST_PORT = 65535
 MOST = 1 << 53  # of numbers and seconds: "inf" is a typo as much as "nan" is
+MORE_FILES = 256  # than connections: those that are refused and not yet gone, the model, the event loop
 LEAST = {
     "port": 0, "max_seq_len": 1, "threads": 1, "kv_budget": 1, "max_running": 1, "max_queued": 1, "prefill_rows": 16, "deadline": 0.1, "window": 0,
     "default_max_tokens": 1, "pool_capacity": 1, "pool_bytes": 1, "auto_prefix": 0, "max_body": 1024, "max_connections": 1, "header_timeout": 0.1,
-    "body_timeout": 0.1, "write_timeout": 0.1, "idle_timeout": 1, "shutdown_grace": 0,
+    "body_timeout": 0.1, "write_timeout": 0.1, "write_rate": 0, "idle_timeout": 1, "shutdown_grace": 0,
 }  # fmt: skip
 
 
@@ -66,6 +69,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     access.add_argument("--header-timeout", default=10.0, help="for a request's head to arrive (default %(default)g)", **seconds)
     access.add_argument("--body-timeout", default=30.0, help="for a request's body to arrive (default %(default)g)", **seconds)
     access.add_argument("--write-timeout", default=60.0, help="for a client to take some of what is sent to it (default %(default)g)", **seconds)
+    access.add_argument(
+        "--write-rate", type=int, default=1000, metavar="BYTES", help="least bytes a second that a client takes which is behind (default %(default)s)"
+    )
     access.add_argument("--idle-timeout", default=75.0, help="for a connection to stay open after an answer (default %(default)g)", **seconds)
     access.add_argument("--shutdown-grace", default=30.0, help="for streams to finish when the server stops (default %(default)g)", **seconds)
     access.add_argument("--log-prompts", action="store_true", help="write prompts into the log")
@@ -97,9 +103,27 @@ def settings_from(args: argparse.Namespace) -> Settings:
         deadline=args.deadline, default_max_tokens=args.default_max_tokens, pool_capacity=args.pool_capacity, pool_bytes=args.pool_bytes,
         auto_prefix=args.auto_prefix, pool_file=args.pool_file, key_file=args.keys, max_body_bytes=args.max_body,
         max_connections=args.max_connections, header_seconds=args.header_timeout, body_seconds=args.body_timeout,
-        write_seconds=args.write_timeout, idle_seconds=args.idle_timeout, shutdown_grace=args.shutdown_grace,
+        write_seconds=args.write_timeout, write_rate=args.write_rate, idle_seconds=args.idle_timeout, shutdown_grace=args.shutdown_grace,
         log_prompts=args.log_prompts, check_host=not args.keys and not args.no_auth,
     )  # fmt: skip
+
+
+def allow_files(n_connections: int) -> None:
+    """Raises the process's own limit of open files to what its connections need: those beyond it would be closed without a word."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # not a POSIX system
+        return
+    needed = n_connections + MORE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a system that has another limit too
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        text = "this process may open %d files; for --max-connections %d it should be %d (ulimit -n, LimitNOFILE=)"
+        logging.getLogger("tinyloop.serve").warning(text, soft, n_connections, needed)
 
 
 def spare_the_collector() -> None:
@@ -122,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
     args.host_is_open = not is_loopback(args.host)
     settings = settings_from(args)
     write_logs_to_stderr()
+    allow_files(settings.max_connections)
     sys.setswitchinterval(0.001)  # the worker waits for the interpreter's lock after every step, no longer than this
     server = make_server(settings, args.host, args.port)
     server.service.on_ready = spare_the_collector

@@ -9,6 +9,8 @@ from .errors import ServeError, deadline_exceeded
 from .fair_queue import FairQueue
 from .jobs import Job
 
+MOST_SECONDS = 1e9  # that every event loop can count
+
 
 class Admission:
     """The requests of an engine, as the event loop counts them.
@@ -31,9 +33,9 @@ class Admission:
 
     def put(self, job: Job, deadline: float | None) -> None:
         """Have it wait for its turn, and end it after so many seconds."""
-        self.waiting.put(job.request.tenant, job)
         if deadline is not None:
-            self._timers[job] = asyncio.get_running_loop().call_later(deadline, self._expire, job, deadline)
+            self._timers[job] = asyncio.get_running_loop().call_later(min(deadline, MOST_SECONDS), self._expire, job, deadline)
+        self.waiting.put(job.request.tenant, job)
         self._wake()
 
     def admit(self, skip: Collection[str]) -> list[Job]:
@@ -45,6 +47,7 @@ class Admission:
             assert job is not None
             n_free -= job.request.n
             self.running.add(job)
+            job.stream.began = True
             admitted.append(job)
         return admitted
 
@@ -52,6 +55,7 @@ class Admission:
         """There was no memory for them beside the others: back to their places until something ends."""
         for job in jobs:
             self.running.discard(job)
+            job.stream.began = False
             self.waiting.put(job.request.tenant, job, first=True)
         if jobs:
             self._memory_short = True

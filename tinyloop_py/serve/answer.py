@@ -155,19 +155,19 @@ class Answer:
             return
         self._ended = True
         gone_of(self._request).remove_done_callback(self._end)  # else each would hold the other, and the request's body
-        cancelled = any(not stream.ended for stream in self._streams)
+        cancelled = gone_of(self._request).done() and any(not stream.ended for stream in self._streams)
         for stream in self._streams:
             stream.cancel()
         metrics, usage = self._service.metrics, usage_of(self._streams)
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        if self._first_at is not None:
-            metrics.prompt_tokens.inc(usage["prompt_tokens"])
-            metrics.cached_tokens.inc(cached)
-            metrics.generated_tokens.inc(usage["completion_tokens"])
+        used = usage_of([stream for stream in self._streams if stream.began])  # who leaves before the first token has had a prompt run
+        cached = used["prompt_tokens_details"]["cached_tokens"]
+        metrics.prompt_tokens.inc(used["prompt_tokens"])
+        metrics.cached_tokens.inc(cached)
+        metrics.generated_tokens.inc(used["completion_tokens"])
         metrics.duration.observe(time.perf_counter() - self._begin)
         if cancelled:
             metrics.cancelled.inc()
-        self._tenant.end(self._n_begun, usage["total_tokens"] if self._first_at is not None else 0)
+        self._tenant.end(self._n_begun, used["total_tokens"])
         fields: dict[str, Any] = {
             "prompt_tokens": usage["prompt_tokens"], "cached_tokens": cached, "completion_tokens": usage["completion_tokens"],
             "finish": self._reasons, "cancelled": cancelled,

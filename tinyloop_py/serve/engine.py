@@ -192,17 +192,21 @@ class Engine:
 
     # ---- prefixes
 
-    async def register(self, tenant: str, namespace: str | None, tokens: Sequence[int], loops: int | None = None, *, pin: bool = False) -> int:
+    async def register(
+        self, tenant: str, namespace: str | None, tokens: Sequence[int], loops: int | None = None, *, pin: bool = False,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> int:  # fmt: skip
         """Put a prefix into the pool, some rows at a time; the number of its tokens that were there already.
 
-        Raises ServeError: 400 for what cannot be run, 409 where the pool has no room; 429, 503 and 504 as for requests.
+        Raises ServeError: 400 for what cannot be run, 409 where the pool has no room; 429, 503 and 504 as for requests. `on_begin` is called when
+        its turn comes.
         """
         self._check_accepting()
         if self.pool is None:
             raise bad_request("This server has no prefix pool.")
         check_request(GenerationRequest(tokens, 0, loops), self.model, 1)
         self._check_queue(self._prefixes.n_waiting)
-        task = PrefixTask(tenant, namespace, loops, tokens, pin, done=asyncio.get_running_loop().create_future())
+        task = PrefixTask(tenant, namespace, loops, tokens, pin, done=asyncio.get_running_loop().create_future(), on_begin=on_begin)
         self._prefixes.add(task)
         self._call()
         await self._prefixes.end_of(task, self.deadline)

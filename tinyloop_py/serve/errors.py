@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -37,7 +38,7 @@ class ServeError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Headers that go with it."""
-        headers = {} if self.retry_after is None else {"retry-after": str(max(1, round(self.retry_after)))}
+        headers = {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
         return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 

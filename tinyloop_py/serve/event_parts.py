@@ -24,7 +24,7 @@ class EventParts:
         self._shape = shape
         self._with_usage = with_usage
         self._echo = echo
-        self._offsets: dict[int, int] = {}  # characters of each output so far
+        self._begun: set[int] = set()  # outputs that have had an event
         self._around: dict[int, tuple[bytes, bytes]] = {}  # of each output: what stands around the text of a plain piece
 
     def of(self, pieces: Iterable[tuple[int, Piece]]) -> bytes:
@@ -33,10 +33,9 @@ class EventParts:
 
     def _event(self, index: int, piece: Piece) -> bytes:
         text = piece.text
-        if piece.finish_reason is None and not piece.logprobs and index in self._offsets:  # nearly all of them
+        if piece.finish_reason is None and not piece.logprobs and index in self._begun:  # nearly all of them
             if not text:
                 return b""
-            self._offsets[index] += len(text)
             before, after = self._around.get(index) or self._frame(index)
             return before + encode_basestring(text).encode() + after
         return self._shape.events(self._parts(index, piece), self._with_usage)
@@ -50,14 +49,13 @@ class EventParts:
 
     def _parts(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         parts, shape = [], self._shape
-        if index not in self._offsets:
+        if index not in self._begun:
+            self._begun.add(index)
             echo = self._echo(index)
-            self._offsets[index] = len(echo)
             if isinstance(shape, ChatShape):
                 parts.append(shape.opening(index))
             elif echo:
                 parts.append(shape.delta(index, echo, (), None, 0))
         if piece.text or piece.logprobs or piece.finish_reason is not None or parts:
-            parts.append(shape.delta(index, piece.text, piece.logprobs, piece.finish_reason, self._offsets[index]))
-            self._offsets[index] += len(piece.text)
+            parts.append(shape.delta(index, piece.text, piece.logprobs, piece.finish_reason, piece.offset))
         return parts

@@ -52,7 +52,7 @@ class Exchange:
                 self._connection.transport.abort()
             else:
                 self._head = None
-                self._connection.refuse(internal_error())
+                self._connection.refuse(internal_error(), is_request=True)
 
     def leave(self) -> None:
         """The client is no longer there."""

@@ -91,11 +91,19 @@ class Front:
 
 def validation_error(faults: Any) -> ServeError:
     """The first fault that pydantic found, in the API's words; of a field with several types, the one that got furthest."""
-    fault = max(faults, key=lambda fault: len(fault["loc"]))
+    fault = max(faults, key=lambda fault: (len(fault["loc"]), not fault["type"].endswith("_type")))
     names = [part for part in fault["loc"] if part != "body"]
-    path = ".".join(str(part) for part in names if not (isinstance(part, str) and ("[" in part or part in ("str", "list"))))[:120]
-    if fault["type"] == "extra_forbidden":
+    is_unknown = fault["type"] == "extra_forbidden"  # then the last one is the sender's own, and may look like anything
+    path = ".".join(str(part) for n, part in enumerate(names, 1) if not is_type(part) or (is_unknown and n == len(names)))[:120]
+    if is_unknown:
         return bad_request(f"Unrecognized request argument supplied: {path}", path)
     if fault["type"] == "missing":
         return bad_request(f"Missing required parameter: '{path or 'body'}'.", path or None, "missing_required_parameter")
+    if fault["type"] == "model_type":
+        return bad_request(f"Invalid value for '{path or 'body'}': expected an object.", path or None, "invalid_value")
     return bad_request(f"Invalid value for '{path or 'body'}': {fault['msg']}.", path or None, "invalid_value")
+
+
+def is_type(part: Any) -> bool:
+    """Whether a part of a fault's place names one of the types that a field may have, and no field."""
+    return isinstance(part, str) and ("[" in part or part in ("str", "list", "constrained-str"))

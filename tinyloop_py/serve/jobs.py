@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,7 @@ class PrefixTask:
     error: ServeError | None = None
     cancelled: bool = False
     done: asyncio.Future[None] | None = None  # is told of its end
+    on_begin: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)

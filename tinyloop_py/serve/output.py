@@ -30,6 +30,7 @@ class RunningOutput:
         self.begun = False  # a token was drawn
         self.finish_reason: str | None = None
         self._text = ""
+        self._n_decoded = 0  # characters, those of a stop string and those held back included
         self._decoder = None if tokenizer is None else TextDecoder(tokenizer, context=request.tokens[-N_CONTEXT:])
         self._stop = StopText(request.stop)
         self._at_once = bool(request.stop) or request.logprobs is not None
@@ -78,16 +79,21 @@ class RunningOutput:
             raise
 
     def _make_piece(self, token: int | None, ended: str | None) -> None:
+        offset = self._n_decoded
         text = "" if token is None or ended == "stop" else self._show(token)  # a stop token is not shown
         if self._stop.found is not None:
             ended = self.finish_reason = "stop"
         elif ended is not None:
             text += self._flush()
         self._text += text
-        self._pieces.append(Piece(self.index, text, () if token is None else (token,), self._logprobs(token), ended))
+        self._pieces.append(Piece(self.index, text, () if token is None else (token,), self._logprobs(token), ended, offset))
 
     def _show(self, token: int) -> str:
-        return "" if self._decoder is None else self._stop.push(self._decoder.push(token))
+        if self._decoder is None:
+            return ""
+        text = self._decoder.push(token)
+        self._n_decoded += len(text)
+        return self._stop.push(text)
 
     def _flush(self) -> str:
         if self._decoder is None:

@@ -54,6 +54,7 @@ class PrefixTasks:
         begun, self._automatic = self._automatic, []
         while len(self._building) < self._max_building and (task := self._waiting.pop()) is not None:
             self._building.add(task)
+            task.on_begin()
             begun.append(task)
         return begun
 

@@ -8,10 +8,11 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from .dropped import Dropped
 from .errors import ServeError, internal_error
 from .exchange import Exchange
 from .request_head import MAX_HEAD_BYTES, NO_BODY, ChunkedBody, RequestHead, bad_http
@@ -32,8 +33,10 @@ class Limits:
     header_seconds: float
     body_seconds: float
     write_seconds: float
+    write_rate: int  # bytes a second that a reader takes who is behind
     idle_seconds: float
     admit: Callable[[RequestHead], ServeError | None] = lambda head: None  # what is refused by its head alone
+    dropped: Dropped = field(default_factory=Dropped)
 
 
 def protocol_factory(limits: Limits) -> Any:
@@ -45,8 +48,8 @@ class Connection(asyncio.Protocol):
     """One connection.
 
     What a client has sent lies in `_unread` until it makes a head, then a body; while an answer is under way further requests
-    stay there. A request that is refused for its size or time still passes through the application, as "refused" in its scope,
-    so that it is written down; what is no request is refused here.
+    stay there. A request that is refused for its size, time or body still passes through the application, as "refused" in its scope,
+    so that it is written down; what is no request is refused, and written down, here.
     """
 
     def __init__(self, limits: Limits, config: Any, server_state: Any, app_state: Any, _loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -65,6 +68,7 @@ class Connection(asyncio.Protocol):
         self._addresses: dict[str, Any] = {}
         self._timer: asyncio.TimerHandle | None = None  # of what is waited for: a head, a body, or a further request
         self._is_idle = False
+        self._idle_at = 0.0  # since when
         self.is_last = False  # no further request is taken: what comes is dropped
         self._is_refused = False
         self._read_paused = False
@@ -73,16 +77,28 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Refuses what is too much."""
-        self.transport = WatchedTransport(transport, self.limits.write_seconds, self.loop)
+        limits = self.limits
+        self.transport = WatchedTransport(transport, limits.write_seconds, limits.write_rate, self.loop, lambda: self._drop("slow_reader"))
         ends = {"server": transport.get_extra_info("sockname"), "client": transport.get_extra_info("peername")}
         self._addresses = {name: address[:2] if address else None for name, address in ends.items()}
         connections = self.server_state.connections
-        if len(connections) >= self.limits.max_connections:  # what is refused is not counted: it would keep others out while it lingers
-            text = f"{self.limits.max_connections} connections are open already; try again later."
+        if len(connections) >= limits.max_connections and not self._displaces():
+            # What is refused is not counted: it would keep others out while it lingers
+            text = f"{limits.max_connections} connections are open already; try again later."
             self.refuse(ServeError(503, text, code="too_many_connections", retry_after=1))
             return
         connections.add(self)
         self._await_head()
+
+    def _displaces(self) -> bool:
+        """Whether a connection that is open for further requests alone, the one longest so, has made room."""
+        idle = [one for one in self.server_state.connections if one._is_idle and not (one._unread or one.transport.get_write_buffer_size())]
+        if not idle:
+            return False
+        longest = min(idle, key=lambda one: one._idle_at)
+        longest.shutdown()
+        self.server_state.connections.discard(longest)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
@@ -136,7 +152,10 @@ class Connection(asyncio.Protocol):
                 return
             self._read_body()
         except ServeError as error:
-            self.refuse(error)
+            if self._head is None:
+                self.refuse(error)
+            else:
+                self._run(b"", error, unread=True)
         except Exception:
             logger.exception("a request cannot be read")
             self.refuse(internal_error())
@@ -170,7 +189,7 @@ class Connection(asyncio.Protocol):
             self._run(b"", refusal, unread=head.n_body != 0)
             return False
         if head.n_body is None:
-            self._chunks = head.body()
+            self._chunks = ChunkedBody()
         if head.n_body is None or len(unread) < head.n_body:
             self._timer = self.loop.call_later(self.limits.body_seconds, self._body_is_late)
             if head.expects_continue and not unread:
@@ -187,13 +206,11 @@ class Connection(asyncio.Protocol):
                 del unread[: head.n_body]
                 self._run(body)
             return
-        data = bytes(unread)
-        unread.clear()
-        chunks.feed(data)
+        del unread[: chunks.feed(bytes(unread))]  # what stands behind its end is the next request's
         if len(chunks.data) > self.limits.max_body_bytes:
             self._run(b"", self._body_too_large(), unread=True)
         elif chunks.whole:
-            self._run(bytes(chunks.data), unread=chunks.overrun)
+            self._run(bytes(chunks.data))
 
     def _run(self, body: bytes, refused: ServeError | None = None, *, unread: bool = False) -> None:
         """Starts the application; with `unread` something of what was sent is dropped, and the connection ends with the answer."""
@@ -222,13 +239,13 @@ class Connection(asyncio.Protocol):
             self._linger()
         else:
             self._resume_reading()
-            self._is_idle = True
+            self._is_idle, self._idle_at = True, self.loop.time()
             self._timer = self.loop.call_later(self.limits.idle_seconds, self.transport.close)
             if self._unread:
                 self._advance()
 
-    def refuse(self, error: ServeError) -> None:
-        """An answer to what is no request, in the API's shape, and the end."""
+    def refuse(self, error: ServeError, *, is_request: bool = False) -> None:
+        """An answer to what is no request, or to one that has none of its own, in the API's shape, and the end."""
         self._stop_timer()
         self._head = self._chunks = None
         self.is_last = True
@@ -236,11 +253,18 @@ class Connection(asyncio.Protocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
+        if not is_request:
+            self._drop(error.code or "", error)
         body = json.dumps(error.body()).encode()
         fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers()}
         head = f"HTTP/1.1 {error.status} Refused\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self.transport.write(head.encode() + b"\r\n" + body)
         self._linger()
+
+    def _drop(self, reason: str, error: ServeError | None = None) -> None:
+        client = self._addresses.get("client")
+        answered = (None, "") if error is None else (error.status, error.message)
+        self.limits.dropped.add(self.loop, reason, client[0] if client else None, *answered)
 
     def _linger(self) -> None:
         """Left to the client to close, for a while: closed with data unread, or on its way here, the answer might be lost on its own."""

@@ -12,6 +12,7 @@ from .errors import ServeError
 MAX_HEAD_BYTES = 32 << 10
 NO_BODY = ("GET", "HEAD", "OPTIONS", "CONNECT", "TRACE")  # those that mean nothing by one: an answer is given before it is read
 PART_BYTES = 8 << 10  # of a chunked body, that are looked at together
+EMPTY_LINE = b"\r\n\r\n"  # what a chunked body ends with, and nothing else does in the parser's eyes
 
 
 def bad_http(message: str = "Invalid HTTP request received.", status: int = 400) -> ServeError:
@@ -19,23 +20,18 @@ def bad_http(message: str = "Invalid HTTP request received.", status: int = 400)
     return ServeError(status, message, code="bad_http")
 
 
-class _Further(Exception):
-    """Another request begins: it stops the parser, which would take its fields and its body for more of this one's."""
-
-
 class _Parsed:
-    """What the parser has found. It is given the bytes of one request alone, but for those that follow a chunked body at once."""
+    """What the parser has found. It is given the bytes of one request alone."""
 
     def __init__(self) -> None:
         self.target = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.body = bytearray()
-        self.has_head = self.whole = self.overrun = False
+        self.has_head = self.whole = False
+        self.n_begun = 0
 
     def on_message_begin(self) -> None:
-        if self.whole:
-            self.overrun = True
-            raise _Further
+        self.n_begun += 1
 
     def on_url(self, part: bytes) -> None:
         self.target += part
@@ -73,30 +69,27 @@ class RequestHead:
     """
 
     def __init__(self, data: bytes) -> None:
-        self._parsed = _Parsed()
-        self._parser = httptools.HttpRequestParser(self._parsed)
-        upgrades = False
+        parsed = _Parsed()
+        parser = httptools.HttpRequestParser(parsed)
         try:
-            self._parser.feed_data(data)
+            parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            upgrades = True
+            pass
         except httptools.HttpParserError:
             raise bad_http() from None
-        if not self._parsed.has_head:
+        if not parsed.has_head:
             raise bad_http()
         self.nbytes = len(data)
-        self.method = self._parser.get_method().decode("ascii")
-        self.version = self._parser.get_http_version()
-        self.headers = self._parsed.headers
+        self.method = parser.get_method().decode("ascii")
+        self.version = parser.get_http_version()
+        self.headers = parsed.headers
         self.keep_alive = self.version == "1.1"
         self.expects_continue = False
         self.n_body: int | None = 0
         if b" HTTP/" not in data.partition(b"\n")[0]:  # the parser knows other protocols too
             raise bad_http("Only HTTP is spoken here; send HTTP/1.1.", 505)
         self._read_fields()
-        self._read_target(self._parsed.target)
-        if self.n_body is None and upgrades:
-            raise bad_http("A request with a chunked body cannot ask for another protocol.")
+        self._read_target(parsed.target)
 
     def _read_fields(self) -> None:
         if self.version not in ("1.0", "1.1"):
@@ -133,10 +126,6 @@ class RequestHead:
         self.raw_path = raw
         self.path = unquote(text) if "%" in text else text
 
-    def body(self) -> ChunkedBody:
-        """The reader of a body that comes in chunks."""
-        return ChunkedBody(self._parser, self._parsed)
-
     def scope(self, **fields: Any) -> dict[str, Any]:
         """As ASGI describes a request."""
         return {
@@ -146,11 +135,18 @@ class RequestHead:
 
 
 class ChunkedBody:
-    """A body that comes in chunks. What stands beside them (their sizes, fields at the end) is bounded like a head, and dropped."""
+    """A body that comes in chunks. What stands beside them (their sizes, fields at the end) is bounded like a head, and dropped.
 
-    def __init__(self, parser: httptools.HttpRequestParser, parsed: _Parsed) -> None:
-        self._parser, self._parsed = parser, parsed
+    The parser does not tell where in what it is given a body ends. It ends with an empty line, so the parser is given what comes in pieces
+    of which each ends with one: then the end of the body is that of a piece, and the next byte is the next request's first.
+    """
+
+    def __init__(self) -> None:
+        self._parsed = _Parsed()
+        self._parser = httptools.HttpRequestParser(self._parsed)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")  # of the real head's it might read no body (Upgrade)
         self._n_beside = 0  # bytes since the last one of the body
+        self._tail = b""  # the last of what came: an empty line may come in parts
 
     @property
     def data(self) -> bytearray:
@@ -162,27 +158,33 @@ class ChunkedBody:
         """Whether it has come."""
         return self._parsed.whole
 
-    @property
-    def overrun(self) -> bool:
-        """Whether something of a further request came with its end, which is lost."""
-        return self._parsed.overrun
+    def feed(self, data: bytes) -> int:
+        """Take what comes, up to the body's end: how many bytes it has taken. ServeError where something is wrong."""
+        at = 0
+        while at < len(data) and not self.whole:
+            end = self._end_of_piece(data, at)
+            self._feed(data[at:end])
+            at = end
+        return at
 
-    def feed(self, data: bytes) -> None:
-        """Take what comes; ServeError where it is wrong."""
-        for at in range(0, len(data), PART_BYTES):
-            if self.whole:
-                self._parsed.overrun = True
-                return
-            self._feed(data[at : at + PART_BYTES])
+    def _end_of_piece(self, data: bytes, at: int) -> int:
+        n_tail, stop = len(self._tail), min(at + PART_BYTES, len(data))
+        found = (self._tail + data[at : at + len(EMPTY_LINE) - 1]).find(EMPTY_LINE)
+        if found >= 0:
+            return at + found + len(EMPTY_LINE) - n_tail
+        found = data.find(EMPTY_LINE, at, stop)
+        return found + len(EMPTY_LINE) if found >= 0 else stop
 
-    def _feed(self, part: bytes) -> None:
+    def _feed(self, piece: bytes) -> None:
         n = len(self.data)
         try:
-            self._parser.feed_data(part)
+            self._parser.feed_data(piece)
         except httptools.HttpParserError:
-            if not self.whole:
-                raise bad_http() from None
-            self._parsed.overrun = True
-        self._n_beside = 0 if len(self.data) > n else self._n_beside + len(part)
+            raise bad_http() from None
+        self._n_beside = 0 if len(self.data) > n else self._n_beside + len(piece)
+        last = (self._tail + piece[-len(EMPTY_LINE) :])[-len(EMPTY_LINE) :]
+        self._tail = last[1 - len(EMPTY_LINE) :]
+        if self.whole and (last != EMPTY_LINE or self._parsed.n_begun > 1):  # a parser that is laxer than the one this was written for
+            raise bad_http("A chunked body ends with an empty line.")
         if self._n_beside > MAX_HEAD_BYTES and not self.whole:
             raise bad_http("A chunked body has too much beside its chunks.")

@@ -6,9 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ..token_logprobs import TokenLogprobs
+from ..tokens import as_tokens, check_vocab
 from .errors import ServeError, bad_request, context_exceeded
 
 if TYPE_CHECKING:
@@ -78,6 +81,7 @@ class Piece:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
+    offset: int = 0  # with log-probabilities: characters of the output before its token
 
 
 class Stream:
@@ -90,7 +94,8 @@ class Stream:
         self.request = request
         self.n_prompt = len(request.tokens)
         self.n_cached = 0  # prompt tokens taken from a prefix; final with the first piece
-        self.n_generated = 0
+        self.n_generated = 0  # tokens that were drawn, read or not
+        self.began = False  # its prompt is run, or was
         self._open = request.n  # outputs that have not ended
         self._cancel = cancel
         self._events: deque[Piece | ServeError] = deque()
@@ -112,6 +117,8 @@ class Stream:
 
     def feed(self, event: Piece | ServeError) -> None:
         """The engine's end of it."""
+        if isinstance(event, Piece):
+            self.n_generated += len(event.tokens)
         self._events.append(event)
         self._changed.set()
 
@@ -135,7 +142,6 @@ class Stream:
         return pieces
 
     def _see(self, piece: Piece) -> Piece:
-        self.n_generated += len(piece.tokens)
         if piece.finish_reason is not None:
             self._open -= 1
             self._ended = self._open == 0
@@ -172,26 +178,48 @@ class Output:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    offsets: list[int] = field(default_factory=list)  # of the tokens with log-probabilities, in characters
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
+        self.offsets += [piece.offset] * len(piece.logprobs)
         self.finish_reason = piece.finish_reason or self.finish_reason
 
 
 def check_request(request: GenerationRequest, model: Model, max_outputs: int) -> None:
     """Raise ServeError(400) for what the model cannot run."""
-    n, limit, vocab_size = len(request.tokens), model.max_seq_len, model.config.vocab_size
-    max_loops = model.config.max_loops or 1
+    limit, vocab_size = model.max_seq_len, model.config.vocab_size
+    try:
+        tokens = as_tokens(request.tokens, "prompt")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise bad_request(str(error), "prompt") from None
+    n = len(tokens)
     if n == 0:
         raise bad_request("The prompt is empty; give at least one token.", "prompt")
+    _check_whole("max_tokens", request.max_tokens, 0)
     if n + request.max_tokens > limit:
         raise context_exceeded(n, request.max_tokens, limit)
-    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab_size:
+    if check_vocab(tokens, vocab_size) >= 0:
         raise bad_request(f"The prompt has a token id outside 0 to {vocab_size - 1}.", "prompt")
-    if not 1 <= request.n <= max_outputs:
-        raise bad_request(f"n is {request.n}, expected 1 to {max_outputs}.", "n")
-    if request.loops is not None and not 1 <= request.loops <= max_loops:
-        raise bad_request(f"loops is {request.loops}, expected 1 to {max_loops}.", "loops")
+    _check_whole("n", request.n, 1, max_outputs)
+    if request.loops is not None:
+        _check_whole("loops", request.loops, 1, model.config.max_loops or 1)
+    if request.logprobs is not None:
+        _check_whole("logprobs", request.logprobs, 0)
+    _check_whole("keep_first", request.keep_first, 0)
+    if isinstance(request.stop, str) or not all(isinstance(text, str) and text for text in request.stop):
+        raise bad_request(f"stop is {request.stop!r}, expected a sequence of texts that are not empty.", "stop")
+    if request.deadline is not None and not 0 <= request.deadline <= inf:
+        raise bad_request(f"deadline is {request.deadline}, expected 0 or more seconds.", "deadline")
+
+
+def _check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    try:
+        number = index(value)
+    except TypeError:
+        raise bad_request(f"{name} is {value!r}, expected a whole number.", name) from None
+    if number < least or (most is not None and number > most):
+        raise bad_request(f"{name} is {number}, expected {least} {'or more' if most is None else f'to {most}'}.", name)

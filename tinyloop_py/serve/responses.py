@@ -6,7 +6,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -155,7 +154,7 @@ class Shape(ABC):
 
     @abstractmethod
     def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None, offset: int) -> dict[str, Any]:
-        """A part of an output; `offset` characters of it came before."""
+        """A part of an output; `offset` characters of it come before its token."""
 
 
 class ChatShape(Shape):
@@ -193,16 +192,20 @@ class TextShape(Shape):
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """A text."""
-        return {"index": index, "text": output.text, "logprobs": self._logprobs(output.logprobs, 0), "finish_reason": output.finish_reason}
+        return {
+            "index": index,
+            "text": output.text,
+            "logprobs": self._logprobs(output.logprobs, output.offsets),
+            "finish_reason": output.finish_reason,
+        }
 
     def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None, offset: int) -> dict[str, Any]:
         """A part of a text."""
-        return {"index": index, "text": text, "logprobs": self._logprobs(logprobs, offset), "finish_reason": finish_reason}
+        return {"index": index, "text": text, "logprobs": self._logprobs(logprobs, [offset] * len(logprobs)), "finish_reason": finish_reason}
 
-    def _logprobs(self, listed: Sequence[TokenLogprobs], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, listed: Sequence[TokenLogprobs], offsets: list[int]) -> dict[str, Any] | None:
         if self._n_top is None:
             return None
         texts = [self._tokens.text(item.token) for item in listed]
-        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
         top = [{self._tokens.text(token): max(value, -9999.0) for token, value in (*item.top, (item.token, item.logprob))} for item in listed]
         return {"tokens": texts, "token_logprobs": [max(item.logprob, -9999.0) for item in listed], "top_logprobs": top, "text_offset": offsets}

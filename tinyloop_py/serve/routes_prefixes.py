@@ -77,10 +77,14 @@ async def register_prefix(body: PrefixRequest, request: Request, service: Curren
     namespace = tenant.namespace(body.namespace)
     tenant.begin(1)
     n_used = 0
+
+    def begin() -> None:
+        nonlocal n_used
+        n_used = len(tokens)  # to be paid even by who leaves then
+
     try:
         with reserved_pin(service, tenant, tokens, loops, namespace) if body.pin else contextlib.nullcontext():
-            n_cached = await unless_gone(request, engine.register(tenant.name, namespace, tokens, loops, pin=body.pin))
-        n_used = len(tokens)
+            n_cached = await unless_gone(request, engine.register(tenant.name, namespace, tokens, loops, pin=body.pin, on_begin=begin))
     except ClientGone:
         raise ServeError(499, "The client has left.") from None
     finally:

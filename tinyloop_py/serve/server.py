@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from .app import create_app, direct_routes
+from .dropped import Dropped
 from .front import Front
 from .limits import admission
 from .protocol import Limits, protocol_factory
@@ -73,7 +74,7 @@ def make_server(settings: Settings, host: str, port: int, **options: Any) -> Dra
     service: Service = app.state.service
     limits = Limits(
         settings.max_connections, settings.max_body_bytes, settings.header_seconds, settings.body_seconds, settings.write_seconds,
-        settings.idle_seconds, admission(settings, service.tenants),
+        settings.write_rate, settings.idle_seconds, admission(settings, service.tenants), Dropped(service.metrics.count_dropped),
     )  # fmt: skip
     config = uvicorn.Config(
         Front(app, service, direct_routes()), host, port, http=protocol_factory(limits), ws="none", lifespan="on", log_config=None, access_log=False,

@@ -35,7 +35,8 @@ class Settings:
     max_connections: int = 256
     header_seconds: float = 10.0  # from a connection's start, or an answer's end, to a whole request head
     body_seconds: float = 30.0
-    write_seconds: float = 60.0  # for a client to take some of what is sent to it
+    write_seconds: float = 60.0  # so often is looked whether a client takes what is sent to it
+    write_rate: int = 1000  # bytes a second that it takes at least where it is behind
     idle_seconds: float = 75.0
     shutdown_grace: float = 30.0
     # logs

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import OutOfMemoryError
 from ..pool import PrefixPool
+from ..tokens import as_tokens, check_vocab
 
 if TYPE_CHECKING:
     from ..generation import Generation
@@ -42,7 +43,9 @@ class PrefixBuild:
         self.model = model
         self.target = target
         model._depend(target)
-        self.tokens = np.asarray(tokens, np.int32)
+        self.tokens = np.array(as_tokens(tokens), np.int32)  # a copy: who gave them may write to them while they run
+        if (bad := check_vocab(self.tokens, model.config.vocab_size)) >= 0:
+            raise ValueError(f"tokens[{bad}] is {self.tokens[bad]}, expected a token id from 0 to {model.config.vocab_size - 1}")
         self.key = model._pool_key(loops, window, namespace)
         self.namespace = namespace
         self.pin = pin

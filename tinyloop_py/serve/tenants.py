@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -67,7 +68,7 @@ class Tenant:
             raise ServeError(429, f"{limit} requests of yours are open already; wait for one to end.", code="too_many_requests", retry_after=1)
         for allowance, what in ((self.requests, "requests"), (self.tokens, "tokens")):
             if allowance is not None and (wait := allowance.wait_seconds()) > 0:
-                text = f"Your limit of {allowance.per_minute} {what} per minute is reached; try again in {wait:.0f} s."
+                text = f"Your limit of {allowance.per_minute} {what} per minute is reached; try again in {math.ceil(wait)} s."
                 raise ServeError(429, text, code="rate_limit_exceeded", retry_after=wait)
         if self.requests is not None:
             self.requests.take(n_requests)
