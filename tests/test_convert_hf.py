@@ -620,4 +620,4 @@ def test_memory_is_that_of_a_few_rows(tmp_path):
 
 
 def test_the_table_of_families_names_what_the_docs_name():
-    assert set(FAMILIES) == {f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")}
+    assert set(FAMILIES) == {f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Ouro", "Nanbeige")}

@@ -14,14 +14,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare the subcommand."""
     parser = subparsers.add_parser(
         "convert", help="convert a Hugging Face folder or a GGUF file",
-        description="Convert a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3, SmolLM2, SmolLM3) or a GGUF file (architecture llama).",
+        description="Convert a Hugging Face folder (Ouro, Nanbeige4.2, Huginn; Llama, Mistral, Qwen2, Qwen3, SmolLM2, SmolLM3) or a GGUF file "
+        "(architecture llama).",
     )  # fmt: skip
     parser.add_argument("src", metavar="SRC", help="folder with config.json and safetensors, or a GGUF file")
     parser.add_argument("dst", metavar="DST", help="the .tinyloop file to write; an existing one is replaced when the new one is complete")
     parser.add_argument("--dtype", choices=list(STORED), help="type of the matrices (default: the source's own; bf16 where that is quantised)")
     parser.add_argument("--group-size", type=int, metavar="N", help="with int8: columns that share a scale, a multiple of 64 (default 64; 0 = a row)")
-    parser.add_argument("--loops", type=int, metavar="N", help="default depth to record (default: 1 for a plain model)")
-    parser.add_argument("--max-loops", type=int, metavar="N", help="greatest depth to record (default: 1 for a plain model)")
+    parser.add_argument("--loops", type=int, metavar="N", help="default depth to record (default: that of training; plain models: 1)")
+    parser.add_argument("--max-loops", type=int, metavar="N", help="greatest depth to record (default: 4 times training's; plain models: 1)")
     parser.add_argument("--no-tokenizer", action="store_true", help="convert without tokenizer and chat template")
     parser.set_defaults(run=run)
 

@@ -36,7 +36,7 @@ def convert(
     group_size
         With int8: columns that share a scale, a multiple of 64; None: one scale a row.
     loops, max_loops
-        Default depth and greatest depth to record; a plain model has 1 and 1.
+        Default depth and greatest depth to record; a plain model has 1 and 1, a looped one the depth of its training and four times as much.
     tokenizer
         False: convert without tokenizer and chat template.
 

@@ -17,9 +17,16 @@ class Family:
     qk_norm: str = "none"
     windows: str = "none"  # "all": sliding_window holds for every layer; "listed": for those in layer_types
     no_rope_layers: bool = False
+    loops: str = ""  # of a looped model, whose whole stack runs again: the field that says how often
+    loop_losses: str = ""  # the field with a weight for every loop but the last; where it has some, they count
+    skips_loop_norm: str = ""  # the field that leaves the norm out behind every loop but the last
+    block_norm: str = "pre"
+    exit_gate: bool = False
+    only: Mapping[str, Any] = field(default_factory=dict)  # as ONLY, of this family
     harmless: frozenset[str] = frozenset()  # further fields that don't touch the forward pass
 
 
+HUGINN = "RavenForCausalLM"  # has fields and tensors of its own: huginn.py
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(bias_by_config=True),  # SmolLM2 too
     "MistralForCausalLM": Family({"num_key_value_heads": 8, "sliding_window": 4096}, windows="all"),
@@ -32,6 +39,21 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": Family(
         {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}, bias_by_config=True, windows="listed", no_rope_layers=True,
         harmless=frozenset({"max_window_layers"}),
+    ),
+    "OuroForCausalLM": Family(
+        {"total_ut_steps": 4}, windows="listed", loops="total_ut_steps", block_norm="sandwich", exit_gate=True,
+        only={"early_exit_threshold": 1.0, "early_exit_step": None}, harmless=frozenset({"auto_map", "chunk_size"}),
+    ),
+    "NanbeigeForCausalLM": Family(
+        {"num_loops": 1}, loops="num_loops", loop_losses="loop_loss_weights", skips_loop_norm="skip_loop_final_norm",
+        only={
+            **dict.fromkeys((
+                "qk_layernorm", "enable_double_loop_split", "loop_share_kv", "enable_hyper_connection", "enable_mhc", "enable_h_res_identity",
+                "enable_depth_attention", "ngram_insert_all_layers",
+            ), False),
+            **{key: [] for key in ("loop_middle_layers", "loop_middle_repeats", "insert_ngram_layer_idx")},
+        },
+        harmless=frozenset({"auto_map"}),
     ),
 }  # fmt: skip
 
@@ -61,9 +83,14 @@ HARMLESS = frozenset({
     "is_llama_config", "transformers.js_config", "unsloth_version", "unsloth_fixed",
 })  # fmt: skip
 
-GLOBAL_TENSORS = {"embed.weight": "model.embed_tokens.weight", "final_norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+GLOBAL_TENSORS = {
+    "embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight",
+    "final_norm.weight": "model.norm.weight", "loop_norm.weight": "model.norm.weight",  # the latter where the stack is looped
+    "exit_gate.weight": "model.early_exit_gate.weight", "exit_gate.bias": "model.early_exit_gate.bias",
+}  # fmt: skip
 LAYER_TENSORS = {
     "attn_norm.weight": "input_layernorm.weight", "mlp_norm.weight": "post_attention_layernorm.weight",
+    "attn_post_norm.weight": "input_layernorm_2.weight", "mlp_post_norm.weight": "post_attention_layernorm_2.weight",
     "attn.q_norm.weight": "self_attn.q_norm.weight", "attn.k_norm.weight": "self_attn.k_norm.weight",
     **{f"attn.{p}.{kind}": f"self_attn.{p}_proj.{kind}" for p in "qkvo" for kind in ("weight", "bias")},
     **{f"mlp.{p}.weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")},

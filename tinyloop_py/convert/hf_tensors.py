@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +24,7 @@ _ELEMENT = {"F32": "<f4", "F64": "<f8", "BF16": "<u2", "F16": "<f2"}
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")  # computed from the config
 
 
-def folder_tensors(folder: str) -> dict[str, SourceTensor]:
+def folder_tensors(folder: str) -> dict[str, FolderTensor]:
     """Every tensor of the folder by the source's name; nothing is read but the headers."""
     index = os.path.join(folder, INDEX)
     if not os.path.exists(index):
@@ -36,7 +39,7 @@ def folder_tensors(folder: str) -> dict[str, SourceTensor]:
     for file_name in places.values():
         if not isinstance(file_name, str) or os.path.basename(file_name) != file_name:
             raise FormatError(f"{INDEX} names the file {shown(file_name)}, expected a name in the same folder")
-    tensors: dict[str, SourceTensor] = {}
+    tensors: dict[str, FolderTensor] = {}
     for file_name in sorted(set(places.values())):
         path = os.path.join(folder, file_name)
         for name, entry in _entries(path).items():
@@ -50,7 +53,7 @@ def folder_tensors(folder: str) -> dict[str, SourceTensor]:
     return {name: tensor for name, tensor in tensors.items() if not _DERIVED.fullmatch(name)}
 
 
-def drop_tied_head(tensors: dict[str, SourceTensor], head: str, embedding: str) -> None:
+def drop_tied_head(tensors: MutableMapping[str, FolderTensor], head: str, embedding: str) -> None:
     """Remove a stored copy of the embedding that serves as the output head; FormatError where it is no copy."""
     if head not in tensors or embedding not in tensors:
         return
@@ -68,23 +71,46 @@ def _entries(path: str) -> dict[str, HeaderEntry]:
             raise FormatError(f"{path}: {error}") from None
 
 
-def _tensor(path: str, name: str, entry: HeaderEntry) -> SourceTensor:
+@dataclass(frozen=True)
+class FolderTensor(SourceTensor):
+    """One that lies in a safetensors file."""
+
+    path: str
+    entry: HeaderEntry
+
+    def parts(self, rows: Mapping[str, tuple[int, int]], shape: tuple[int, ...]) -> dict[str, SourceTensor]:
+        """Its parts under the names in `rows`, each given as (first, n) along the first axis; of more than two axes a part is a vector.
+
+        FormatError where the tensor has another shape than `shape`.
+        """
+        if self.shape != shape:
+            raise FormatError(f"tensor {self.source_name} has shape {list(self.shape)}, the config asks for {list(shape)}")
+        n_cols, parts = math.prod(shape[1:]), {}
+        for name, (first, n) in rows.items():
+            blocks = partial(_read_rows, self.path, self.source_name, self.entry, first, n, n_cols)
+            parts[name] = SourceTensor(name, (n, n_cols) if len(shape) == 2 else (n_cols,), self.dtype, self.nbytes * n // shape[0], blocks)
+        return parts
+
+
+def _tensor(path: str, name: str, entry: HeaderEntry) -> FolderTensor:
     if entry.dtype not in _OWN_TYPE:
         raise FormatError(f"tensor {shown(name)} has type {entry.dtype}, supported are {', '.join(_OWN_TYPE)}")
+    n_rows, n_cols = (1, *entry.shape)[-2:] if len(entry.shape) < 3 else (0, 0)  # no others are asked for whole
+    blocks = partial(_read_rows, path, name, entry, 0, n_rows, n_cols)
+    return FolderTensor(name, entry.shape, _OWN_TYPE[entry.dtype], entry.stop - entry.start, blocks, path, entry)
 
-    def blocks() -> Iterator[F32Array]:
-        n_rows, n_cols = (1, *entry.shape)[-2:] if len(entry.shape) < 3 else (0, 0)
-        element = np.dtype(_ELEMENT[entry.dtype])
-        with open(path, "rb") as file:
-            file.seek(entry.start)
-            for rows in row_blocks(n_rows, n_cols):
-                shape = (rows.stop - rows.start, n_cols)
-                values = np.fromfile(file, element, shape[0] * shape[1])
-                if values.size != shape[0] * shape[1]:
-                    raise FormatError(f"{path}: tensor {shown(name)} ends early; the file was changed while it was read")
-                if entry.dtype == "BF16":
-                    yield WeightTensor(name, "bf16", shape, values).to_float32()
-                else:
-                    yield values.astype(np.float32).reshape(shape)
 
-    return SourceTensor(name, entry.shape, _OWN_TYPE[entry.dtype], entry.stop - entry.start, blocks)
+def _read_rows(path: str, name: str, entry: HeaderEntry, first: int, n: int, n_cols: int) -> Iterator[F32Array]:
+    """Blocks of the rows first .. first + n - 1 of a tensor that has `n_cols` columns."""
+    element = np.dtype(_ELEMENT[entry.dtype])
+    with open(path, "rb") as file:
+        file.seek(entry.start + first * n_cols * element.itemsize)
+        for rows in row_blocks(n, n_cols):
+            shape = (rows.stop - rows.start, n_cols)
+            values = np.fromfile(file, element, shape[0] * shape[1])
+            if values.size != shape[0] * shape[1]:
+                raise FormatError(f"{path}: tensor {shown(name)} ends early; the file was changed while it was read")
+            if entry.dtype == "BF16":
+                yield WeightTensor(name, "bf16", shape, values).to_float32()
+            else:
+                yield values.astype(np.float32).reshape(shape)

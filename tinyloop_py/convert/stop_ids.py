@@ -10,7 +10,9 @@ from ..strict_json import is_int, shown
 
 # Ends of an assistant's turn by family; a template that writes one ends its turns with it. Some configs name another
 # token only (Ouro ships eos = <|endoftext|>, its template ends turns with <|im_end|>).
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<|eot|>", "<|eom_id|>", "<end_of_utterance>")
+END_OF_TURN = (
+    "<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<|end_turn|>", "<|eot|>", "<|eom_id|>", "<end_of_utterance>",
+)  # fmt: skip
 
 
 def collect_stop_ids(named: Iterable[Any], chat_template: str | None, token_id: Callable[[str], int | None], vocab_size: int) -> tuple[int, ...]:
