@@ -186,7 +186,8 @@ def test_a_payload_that_fails_leaves_no_entry(model: PoolClient) -> None:
 
 
 @pytest.mark.parametrize("eviction", ["shortest", "lru"])
-def test_no_failed_allocation_breaks_the_pool(model: PoolClient, eviction: str) -> None:
+@pytest.mark.parametrize("shared_at", [0, 3])
+def test_no_failed_allocation_breaks_the_pool(model: PoolClient, eviction: str, shared_at: int) -> None:
     """Each of the interpreter's allocations fails once, in turn: the call raises MemoryError or works, and all sums still hold."""
     testcapi = pytest.importorskip("_testcapi")
     key, other = model._pool_key(), model._pool_key(namespace="a")
@@ -196,7 +197,9 @@ def test_no_failed_allocation_breaks_the_pool(model: PoolClient, eviction: str) 
         stem = Span()
         for tokens in ([1], [1, 1], [2, 2, 2]):
             register(pool, model, tokens, payload=Payload((stem, 5), (Span(), 5)), namespace="a" if tokens == [1] else None)
-        tokens, again, payload = ids([3] * 5), ids(1, 1), Payload((stem, 5), (Span(), 5), (Span(), 5), (Span(), 2))
+        parts = [(Span(), 5), (Span(), 5), (Span(), 2)]
+        parts.insert(shared_at, (stem, 5))
+        tokens, again, payload = ids([3] * 5), ids(1, 1), Payload(*parts)
         entry = pool._get(key, again)
         calls = ((pool._insert, (key, tokens, payload)), (pool._insert, (other, again, payload)), (pool._touch, (entry,)))
         for call, args in calls:

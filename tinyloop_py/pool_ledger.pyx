@@ -124,8 +124,8 @@ cdef class PoolLedger:
             PyList_Insert(self.order, self._n_before(entry), entry)
         except MemoryError:
             for part in entry.parts:
-                if part.n_entries == 0:
-                    self._parts.pop(part.owner, None)
+                if part.n_entries == 0 and self._parts.get(part.owner) is part:  # there may be another's, which this one did not reach
+                    del self._parts[part.owner]
             raise
         for part in entry.parts:
             if part.n_entries == 0:
