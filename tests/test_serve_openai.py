@@ -1,6 +1,7 @@
 """The real client of OpenAI's API against the server: what it sends is understood, what it gets is what it expects."""
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -103,13 +104,16 @@ def test_errors_are_the_clients_own_exceptions(client):
 def test_an_error_in_mid_stream_reaches_the_client(client, served, monkeypatch):
     from tinyloop_py.serve import runner
 
-    stream = client.chat.completions.create(model=NAME, messages=HI, max_tokens=500, stream=True, extra_body=OWN)
-    next(stream)
+    real, turns = runner.step_generations, itertools.count()
 
     def failing(generations, rows):
+        if next(turns) < 4:
+            return real(generations, rows)
         raise RuntimeError("injected")
 
     monkeypatch.setattr(runner, "step_generations", failing)
+    stream = client.chat.completions.create(model=NAME, messages=HI, max_tokens=500, stream=True, extra_body=OWN)
+    next(stream)
     with pytest.raises(openai.APIError, match="model failed"):
         list(stream)
     monkeypatch.undo()
