@@ -1,8 +1,10 @@
 """Connections that are dropped: those of readers who do not keep up, and how all of them are counted and written down."""
 
 import asyncio
+import gc
 import logging
 import socket
+import weakref
 
 import pytest
 
@@ -162,6 +164,29 @@ def test_what_the_system_holds_for_a_reader_counts_as_not_taken():
         server.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_connection_that_is_over_is_freed_at_once(new_loop):
+    async def main():
+        async with Served(echo) as served:
+            _, writer = await served.connect()
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            while not served.state.total_requests:
+                await asyncio.sleep(0.001)
+            [connection] = served.state.connections
+            connection = weakref.ref(connection)
+            writer.close()
+            while served.state.connections or served.state.tasks:
+                await asyncio.sleep(0.001)
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            return connection()
+
+    gc.disable()
+    try:
+        assert run(new_loop, main) is None
+    finally:
+        gc.enable()
 
 
 # ---- what is written down
