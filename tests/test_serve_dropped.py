@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import logging
 import socket
 import weakref
@@ -11,6 +12,7 @@ import pytest
 for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
+from serving import server_process
 from serving_app import Served, echo, run
 
 from tinyloop_py.commands.serve import allow_files
@@ -247,6 +249,16 @@ def test_a_flood_of_what_is_dropped_is_a_few_lines_of_the_log(caplog):
     n_lines = len(caplog.records)
     loop.set.pop()[1]()
     assert len(caplog.records) == n_lines
+
+
+def test_what_is_dropped_before_the_end_is_in_the_log():
+    with server_process() as (url, process):
+        for _ in range(MOST_LINES + 5):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+                connection.sendall(b"\0")
+                assert b" 400 " in connection.recv(1000)
+    lines = [line for line in map(json.loads, process.log.read_text().splitlines()) if line["message"] == "dropped"]
+    assert len(lines) == MOST_LINES + 1 and lines[0]["reason"] == "bad_http" and lines[-1]["further"] == {"bad_http": 5}
 
 
 # ---- what the system closes
