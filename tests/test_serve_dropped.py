@@ -1,14 +1,18 @@
 """Connections that are dropped: those of readers who do not keep up, and how all of them are counted and written down."""
 
 import asyncio
+import gc
+import json
 import logging
 import socket
+import weakref
 
 import pytest
 
 for package in ("fastapi", "uvicorn", "httptools", "jinja2", "prometheus_client"):
     pytest.importorskip(package)
 
+from serving import server_process
 from serving_app import Served, echo, run
 
 from tinyloop_py.commands.serve import allow_files
@@ -164,6 +168,29 @@ def test_what_the_system_holds_for_a_reader_counts_as_not_taken():
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_connection_that_is_over_is_freed_at_once(new_loop):
+    async def main():
+        async with Served(echo) as served:
+            _, writer = await served.connect()
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            while not served.state.total_requests:
+                await asyncio.sleep(0.001)
+            [connection] = served.state.connections
+            connection = weakref.ref(connection)
+            writer.close()
+            while served.state.connections or served.state.tasks:
+                await asyncio.sleep(0.001)
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            return connection()
+
+    gc.disable()
+    try:
+        assert run(new_loop, main) is None
+    finally:
+        gc.enable()
+
+
 # ---- what is written down
 
 
@@ -222,6 +249,16 @@ def test_a_flood_of_what_is_dropped_is_a_few_lines_of_the_log(caplog):
     n_lines = len(caplog.records)
     loop.set.pop()[1]()
     assert len(caplog.records) == n_lines
+
+
+def test_what_is_dropped_before_the_end_is_in_the_log():
+    with server_process() as (url, process):
+        for _ in range(MOST_LINES + 5):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+                connection.sendall(b"\0")
+                assert b" 400 " in connection.recv(1000)
+    lines = [line for line in map(json.loads, process.log.read_text().splitlines()) if line["message"] == "dropped"]
+    assert len(lines) == MOST_LINES + 1 and lines[0]["reason"] == "bad_http" and lines[-1]["further"] == {"bad_http": 5}
 
 
 # ---- what the system closes

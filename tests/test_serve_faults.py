@@ -19,19 +19,6 @@ def model():
         yield model
 
 
-def test_a_full_queue_refuses_with_429(model):
-    async def work(engine):
-        streams = [engine.submit(ask(5, 200)) for _ in range(3)]
-        with pytest.raises(ServeError) as raised:
-            engine.submit(ask(5, 200))
-        for stream in streams:
-            stream.cancel()
-        return raised.value
-
-    error = run(model, work, max_running=1, max_queued=3)
-    assert error.status == 429 and int(error.headers()["retry-after"]) >= 1
-
-
 @pytest.fixture
 def held():
     with held_steps() as held:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gzip
 import http.client
 import json
 import re
@@ -83,6 +84,8 @@ def test_other_statuses_have_the_same_shape(url):
     assert is_error(chat(url, model="gpt-4"), 404, "model", "model_not_found")
     assert is_error(ask(url, TEXT, {}, headers={"content-type": "text/plain"}), 415)
     assert is_error(ask(url, TEXT, b" " * (3 << 20)), 413, code="body_too_large")
+    answer = ask(url, TEXT, gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert is_error(answer, 415) and "content-encoding 'gzip'" in answer.json["error"]["message"]
     assert is_error(ask(url, TEXT, {}, headers={"host": "evil.example"}), 403, code="wrong_host")
     assert is_error(ask(url, "/v1/models/other"), 404) and ask(url, f"/v1/models/{NAME}").json["id"] == NAME
 

@@ -99,3 +99,49 @@ def test_a_prompt_that_its_caller_writes_over_is_no_fault_of_memory(model):
 
     pool = tl.PrefixPool(8, eviction="lru")
     asyncio.run(asyncio.wait_for(main(), 60))
+    pool.clear()
+
+
+# ---- a queue that is full
+
+
+@pytest.fixture
+def held():
+    with held_steps() as held:
+        yield held
+
+
+def test_a_full_queue_refuses_with_429(model):
+    async def work(engine):
+        streams = [engine.submit(ask(5, 200)) for _ in range(3)]
+        with pytest.raises(ServeError) as raised:
+            engine.submit(ask(5, 200))
+        for stream in streams:
+            stream.cancel()
+        return raised.value
+
+    error = run(model, work, max_running=1, max_queued=3)
+    assert error.status == 429 and int(error.headers()["retry-after"]) >= 1
+
+
+def test_a_full_queue_has_room_for_a_tenant_of_whom_fewer_wait(model, held):
+    async def work(engine):
+        many = [engine.submit(ask(5, 2, tenant="a")) for _ in range(4)]
+        while not engine.n_running:
+            await asyncio.sleep(0.001)
+        many.append(engine.submit(ask(5, 2, tenant="a")))  # one runs, four wait
+        others = [engine.submit(ask(5, 2, tenant="b")) for _ in range(2)]  # then it is two of each
+        for tenant in "ab":
+            with pytest.raises(ServeError, match="waiting already"):
+                engine.submit(ask(5, 2, tenant=tenant))
+        third = engine.submit(ask(5, 2, tenant="c"))
+        assert engine.n_waiting == 4
+        registering = [asyncio.ensure_future(engine.register(tenant, None, [70 + n] * 20)) for n, tenant in enumerate("aaaaab")]
+        await asyncio.wait(registering, return_when=asyncio.FIRST_COMPLETED)
+        held.open()
+        ends = await asyncio.gather(*(stream.collect() for stream in [*many, *others, third]), *registering, return_exceptions=True)
+        return [end.code if isinstance(end, ServeError) else "ok" for end in ends]
+
+    ends = run(model, work, tl.PrefixPool(16), max_running=1, max_queued=4)
+    assert ends[:2] == ["ok"] * 2 and ends[3:5] == ["queue_full"] * 2 and ends[5] == ends[7] == "ok" and ends[:8].count("queue_full") == 3
+    assert ends[8:] == ["ok"] * 3 + ["queue_full"] * 2 + ["ok"]

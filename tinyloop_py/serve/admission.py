@@ -71,6 +71,11 @@ class Admission:
             self.forget(job)
         self._wake()
 
+    def give_up(self, job: Job, error: ServeError) -> None:
+        """It gets an error instead."""
+        job.stream.feed(error)
+        self.cancel(job)
+
     def forget(self, job: Job) -> None:
         """It is over."""
         self.running.discard(job)
@@ -86,5 +91,4 @@ class Admission:
             self.cancel(job)
 
     def _expire(self, job: Job, deadline: float) -> None:
-        job.stream.feed(deadline_exceeded(deadline))
-        self.cancel(job)
+        self.give_up(job, deadline_exceeded(deadline))

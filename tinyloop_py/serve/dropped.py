@@ -41,6 +41,10 @@ class Dropped:
 
     def _end_period(self) -> None:
         self._is_timed, self._n_lines = False, 0
+        self.flush()
+
+    def flush(self) -> None:
+        """Write down those that have no line of their own."""
         if self._left_out:
             logger.info("dropped", extra={"fields": {"further": dict(self._left_out)}})
             self._left_out.clear()

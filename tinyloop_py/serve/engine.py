@@ -11,11 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .admission import Admission
 from .auto_prefix import AutoPrefixes
 from .errors import ServeError, bad_request, engine_down, shutting_down
+from .fair_queue import FairQueue
 from .jobs import Job, PrefixTask, TurnResult
 from .prefix_tasks import PrefixTasks
 from .requests import GenerationRequest, Stream, check_request
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..model import Model
     from ..pool import PrefixPool
 
+T = TypeVar("T")
 logger = logging.getLogger("tinyloop.serve")
 WATCH_SECONDS = 1.0  # so often is looked at least
 STUCK = "the worker that runs the model is stuck"
@@ -41,7 +43,7 @@ class Engine:
     max_running
         Most outputs that share a step.
     max_queued
-        Most requests that wait; one more is refused with status 429.
+        Most requests that wait; one more is refused with status 429, or takes the place of the last one of a tenant of whom more wait.
     prefill_rows
         Most rows of a prompt between two turns of the others; None takes 128 on the CPU and 512 on a GPU, which takes hardly longer for them.
     auto_prefix
@@ -182,7 +184,7 @@ class Engine:
         """
         self._check_accepting()
         check_request(request, self.model, self.max_running)
-        self._check_queue(self.n_waiting)
+        self._make_room(self._requests.waiting, request.tenant, self._requests.give_up)
         holder: list[Job] = []
         stream = Stream(request, lambda: self._requests.cancel(holder[0]))
         job = Job(request, stream)
@@ -205,7 +207,7 @@ class Engine:
         if self.pool is None:
             raise bad_request("This server has no prefix pool.")
         check_request(GenerationRequest(tokens, 0, loops), self.model, 1)
-        self._check_queue(self._prefixes.n_waiting)
+        self._make_room(self._prefixes.waiting, tenant, self._prefixes.give_up)
         task = PrefixTask(tenant, namespace, loops, tokens, pin, done=asyncio.get_running_loop().create_future(), on_begin=on_begin)
         self._prefixes.add(task)
         self._call()
@@ -321,8 +323,13 @@ class Engine:
         if self._draining:
             raise shutting_down()
 
-    def _check_queue(self, n_waiting: int) -> None:
-        if n_waiting >= self.max_queued:
-            text = f"{self.max_queued} requests are waiting already; try again later."
-            seconds = min(60.0, 1.0 + n_waiting / self.max_running)  # a guess, from how many wait for each that runs
-            raise ServeError(429, text, code="queue_full", retry_after=seconds)
+    def _make_room(self, waiting: FairQueue[T], tenant: str, give_up: Callable[[T, ServeError], None]) -> None:
+        """Room for one more; where there is none, a tenant of whom more wait gives up its last one, so that nobody fills the queue alone."""
+        if len(waiting) < self.max_queued:
+            return
+        seconds = min(60.0, 1.0 + len(waiting) / self.max_running)  # a guess, from how many wait for each that runs
+        error = ServeError(429, f"{self.max_queued} requests are waiting already; try again later.", code="queue_full", retry_after=seconds)
+        most, item = waiting.last_of_most()
+        if waiting.count(most) <= waiting.count(tenant) + 1:
+            raise error
+        give_up(item, error)

@@ -49,6 +49,15 @@ class FairQueue(Generic[T]):
             self._tenants.move_to_end(tenant)
         return item
 
+    def count(self, tenant: str) -> int:
+        """How many of a tenant wait."""
+        return len(self._tenants.get(tenant, ()))
+
+    def last_of_most(self) -> tuple[str, T]:
+        """The tenant of whom most wait, and the one of its items that came last. There is one at least."""
+        tenant, items = max(self._tenants.items(), key=lambda pair: len(pair[1]))
+        return tenant, next(reversed(items.values()))
+
     def remove(self, tenant: str, item: T) -> bool:
         """Take an item out wherever it stands; False where it is not waiting."""
         items = self._tenants.get(tenant)

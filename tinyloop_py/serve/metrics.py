@@ -22,7 +22,7 @@ class Metrics:
     def __init__(self, service: Service) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("tinyloop_requests", "Requests that were answered.", ("route", "status"), registry=self.registry)
-        self.dropped = Counter("tinyloop_dropped_connections", "Connections that were no requests' any more.", ("reason",), registry=self.registry)
+        self.dropped = Counter("tinyloop_dropped_connections", "Without a request, or with too slow a reader.", ("reason",), registry=self.registry)
         self.prompt_tokens = Counter("tinyloop_prompt_tokens", "Tokens of prompts.", registry=self.registry)
         self.cached_tokens = Counter("tinyloop_cached_tokens", "Tokens of prompts that a prefix spared.", registry=self.registry)
         self.generated_tokens = Counter("tinyloop_generation_tokens", "Tokens that were drawn.", registry=self.registry)

@@ -37,8 +37,13 @@ class PrefixTasks:
 
     @property
     def n_waiting(self) -> int:
-        """Registrations that have not begun."""
+        """How many registrations have not begun."""
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> FairQueue[PrefixTask]:
+        """Registrations that have not begun."""
+        return self._waiting
 
     def add(self, task: PrefixTask) -> None:
         """Have a turn begin it."""
@@ -114,6 +119,10 @@ class PrefixTasks:
         """Tell those who wait that it will not be; the worker drops what it has begun at its next turn."""
         for task in list(self._open):
             if task.done is not None:
-                if not task.done.done():
-                    task.done.set_exception(error)
-                self.cancel(task)
+                self.give_up(task, error)
+
+    def give_up(self, task: PrefixTask, error: ServeError) -> None:
+        """Tell whoever waits for a registration that it will not be."""
+        if task.done is not None and not task.done.done():
+            task.done.set_exception(error)
+        self.cancel(task)

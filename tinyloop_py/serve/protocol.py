@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -239,7 +240,7 @@ class Connection(asyncio.Protocol):
             self._linger()
         else:
             self._resume_reading()
-            self._is_idle, self._idle_at = True, self.loop.time()
+            self._is_idle, self._idle_at = True, time.monotonic()
             self._timer = self.loop.call_later(self.limits.idle_seconds, self.transport.close)
             if self._unread:
                 self._advance()

@@ -20,18 +20,31 @@ def bad_http(message: str = "Invalid HTTP request received.", status: int = 400)
     return ServeError(status, message, code="bad_http")
 
 
-class _Parsed:
-    """What the parser has found. It is given the bytes of one request alone."""
+class _Further(Exception):
+    """Another request begins: it stops the parser, which would take its body for more of this one's."""
+
+
+class _Ended:
+    """Whether the parser has found a request's end."""
+
+    whole = False
+
+    def on_message_begin(self) -> None:
+        if self.whole:
+            raise _Further
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+
+
+class _Parsed(_Ended):
+    """What the parser has found. It is given the bytes of one request alone, but for those that follow a chunked body at once."""
 
     def __init__(self) -> None:
         self.target = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.body = bytearray()
-        self.has_head = self.whole = False
-        self.n_begun = 0
-
-    def on_message_begin(self) -> None:
-        self.n_begun += 1
+        self.has_head = False
 
     def on_url(self, part: bytes) -> None:
         self.target += part
@@ -45,9 +58,6 @@ class _Parsed:
 
     def on_body(self, part: bytes) -> None:
         self.body += part
-
-    def on_message_complete(self) -> None:
-        self.whole = True
 
 
 class RequestHead:
@@ -137,14 +147,16 @@ class RequestHead:
 class ChunkedBody:
     """A body that comes in chunks. What stands beside them (their sizes, fields at the end) is bounded like a head, and dropped.
 
-    The parser does not tell where in what it is given a body ends. It ends with an empty line, so the parser is given what comes in pieces
-    of which each ends with one: then the end of the body is that of a piece, and the next byte is the next request's first.
+    The parser does not tell where in what it is given a body ends. So a second one stays behind it by a part: when the first has found
+    the end, the second is given that part in pieces, each of them up to an empty line. A body ends with one: then the end is that of
+    a piece, and the next byte is the next request's first.
     """
 
     def __init__(self) -> None:
-        self._parsed = _Parsed()
-        self._parser = httptools.HttpRequestParser(self._parsed)
-        self._parser.feed_data(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")  # of the real head's it might read no body (Upgrade)
+        self._parsed, self._ended = _Parsed(), _Ended()
+        self._parser, self._behind = (httptools.HttpRequestParser(one) for one in (self._parsed, self._ended))
+        for parser in (self._parser, self._behind):
+            parser.feed_data(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")  # after the real head it might read no body (Upgrade)
         self._n_beside = 0  # bytes since the last one of the body
         self._tail = b""  # the last of what came: an empty line may come in parts
 
@@ -160,31 +172,41 @@ class ChunkedBody:
 
     def feed(self, data: bytes) -> int:
         """Take what comes, up to the body's end: how many bytes it has taken. ServeError where something is wrong."""
-        at = 0
-        while at < len(data) and not self.whole:
-            end = self._end_of_piece(data, at)
-            self._feed(data[at:end])
-            at = end
-        return at
+        for at in range(0, len(data), PART_BYTES):
+            if self.whole:
+                return 0
+            part = data[at : at + PART_BYTES]
+            self._feed(part)
+            if self.whole:
+                return at + self._find_end(part)
+            _parse(self._behind, part)
+            self._tail = (self._tail + part[-len(EMPTY_LINE) :])[1 - len(EMPTY_LINE) :]
+        return len(data)
 
-    def _end_of_piece(self, data: bytes, at: int) -> int:
-        n_tail, stop = len(self._tail), min(at + PART_BYTES, len(data))
-        found = (self._tail + data[at : at + len(EMPTY_LINE) - 1]).find(EMPTY_LINE)
-        if found >= 0:
-            return at + found + len(EMPTY_LINE) - n_tail
-        found = data.find(EMPTY_LINE, at, stop)
-        return found + len(EMPTY_LINE) if found >= 0 else stop
-
-    def _feed(self, piece: bytes) -> None:
+    def _feed(self, part: bytes) -> None:
         n = len(self.data)
         try:
-            self._parser.feed_data(piece)
-        except httptools.HttpParserError:
-            raise bad_http() from None
-        self._n_beside = 0 if len(self.data) > n else self._n_beside + len(piece)
-        last = (self._tail + piece[-len(EMPTY_LINE) :])[-len(EMPTY_LINE) :]
-        self._tail = last[1 - len(EMPTY_LINE) :]
-        if self.whole and (last != EMPTY_LINE or self._parsed.n_begun > 1):  # a parser that is laxer than the one this was written for
-            raise bad_http("A chunked body ends with an empty line.")
+            _parse(self._parser, part)
+        except ServeError:
+            if not self.whole:  # else it is what follows that is wrong
+                raise
+        self._n_beside = 0 if len(self.data) > n else self._n_beside + len(part)
         if self._n_beside > MAX_HEAD_BYTES and not self.whole:
             raise bad_http("A chunked body has too much beside its chunks.")
+
+    def _find_end(self, part: bytes) -> int:
+        text, at = self._tail + part, len(self._tail)
+        while (found := text.find(EMPTY_LINE, max(0, at - len(EMPTY_LINE) + 1))) >= 0:
+            end = found + len(EMPTY_LINE)
+            _parse(self._behind, text[at:end])
+            if self._ended.whole:
+                return end - len(self._tail)
+            at = end
+        raise bad_http("A chunked body ends with an empty line.")  # a parser laxer than the one that this was written for has seen another end
+
+
+def _parse(parser: httptools.HttpRequestParser, data: bytes) -> None:
+    try:
+        parser.feed_data(data)
+    except httptools.HttpParserError:
+        raise bad_http() from None

@@ -23,8 +23,9 @@ HURRY_SECONDS = 1.0  # for the last errors to reach their readers
 class DrainingServer(uvicorn.Server):
     """A server that, asked to stop, lets the engine finish what runs for a while before connections are closed."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, dropped: Dropped, grace: float) -> None:
         super().__init__(config)
+        self._dropped = dropped
         self.service = service
         self._grace = grace
         self._hurried = False
@@ -45,6 +46,7 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)  # waits for connections, which the draining ends
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
+        self._dropped.flush()
 
     async def _end_streams(self) -> None:
         """Let the engine drain, until somebody is in a hurry: then everybody is told at once, and who does not take it is cut off."""
@@ -72,12 +74,13 @@ def make_server(settings: Settings, host: str, port: int, **options: Any) -> Dra
     """A server that is ready to run."""
     app = create_app(settings)
     service: Service = app.state.service
+    dropped = Dropped(service.metrics.count_dropped)
     limits = Limits(
         settings.max_connections, settings.max_body_bytes, settings.header_seconds, settings.body_seconds, settings.write_seconds,
-        settings.write_rate, settings.idle_seconds, admission(settings, service.tenants), Dropped(service.metrics.count_dropped),
+        settings.write_rate, settings.idle_seconds, admission(settings, service.tenants), dropped,
     )  # fmt: skip
     config = uvicorn.Config(
         Front(app, service, direct_routes()), host, port, http=protocol_factory(limits), ws="none", lifespan="on", log_config=None, access_log=False,
         server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(settings.shutdown_grace) + 10, **options,
     )  # fmt: skip
-    return DrainingServer(config, service, settings.shutdown_grace)
+    return DrainingServer(config, service, dropped, settings.shutdown_grace)

@@ -70,6 +70,8 @@ def _direct(endpoint: Callable[..., Any], schema: Any, names: tuple[str, ...]) -
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a page of another origin cannot send this without being asked for leave
             raise ServeError(415, f"The body must be JSON: send content-type application/json, not {kind[:80]!r}.")
+        if (coding := request.headers.get("content-encoding", "").lower()) not in ("", "identity"):
+            raise ServeError(415, f"The body must come as it is, without content-encoding {coding[:40]!r}.")
         found["body"] = schema.model_validate(await request.json())
         answer = await endpoint(**{name: found[name] for name in names})
         return answer if isinstance(answer, Response) else JSONResponse(answer)

@@ -64,6 +64,7 @@ class WatchedTransport:
 
     def stop(self) -> None:
         """The connection is over."""
+        self._on_give_up = lambda: None  # what was to be told holds the connection, which holds this
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
