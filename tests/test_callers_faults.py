@@ -131,6 +131,26 @@ def test_a_model_is_not_copied(model):
     assert len(model.generate([1], 1)) == 2
 
 
+def test_what_holds_pages_is_not_copied_and_says_what_to_do(model):
+    with model.build_resume_handle([1, 2]) as handle, model.build_prefix_cache([1, 2]) as cache:
+        for held, text in ((tl.PrefixPool(), "load_pool"), (handle, "build_resume_handle"), (cache, "open its file again")):
+            for duplicate in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"can't be copied or pickled; .*{text}"):
+                    duplicate(held)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"stop": 5}, TypeError, "stop is int, expected"), ({"stop": b"x"}, TypeError, "stop is bytes, expected"),
+        ({"prompt": "a\ud800b"}, ValueError, "prompt has half a surrogate pair at character 1"),
+    ],
+)  # fmt: skip
+def test_texts_that_are_none_are_named(model, arguments, error, text):
+    with pytest.raises(error, match=text):
+        model.stream_text(**{"prompt": "Once", **arguments})
+
+
 def test_a_limit_on_address_space_leaves_room_for_a_small_model():
     limit = 3 << 30
     path = str(model_file("shipped"))

@@ -1,8 +1,10 @@
 """Chunk, batch and run invariance (E1, E2, E3): KV and logits are equal to the last bit however they were computed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from models import CONFIGS, random_tokens
+from models import CONFIGS, random_model, random_tokens
 from runtime import EDGES, ISAS, entry_of, kv_of, open_model, same_bits, same_kv, splits_before
 
 import tinyloop_py as tl
@@ -127,6 +129,25 @@ def test_every_code_path_is_invariant_within_itself(monkeypatch, isa, dtype, gro
         together = model.logits(tokens)
         for n in EDGES:
             assert same_bits(together[n - 1], last_logits(model, tokens[:n])), f"row {n - 1}"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_mode", ["fp32", "bf16", "int8", "int4"])
+def test_scores_that_are_no_numbers_show_in_every_row(monkeypatch, tmp_path, isa, kv_mode):
+    """Queries overflow, and with them every score is NaN: the output must be too, and no plausible numbers. float16's clamp keeps them finite."""
+    monkeypatch.setenv("TINYLOOP_CPU_ISA", isa)
+    config = dataclasses.replace(CONFIGS["llama"], rotary_dim=0)
+    tensors = random_model(config)
+    for name in tensors:
+        if name.endswith("attn.q.weight"):
+            tensors[name] = np.sign(tensors[name]) * np.float32(3e38)
+    tl.save_model(tmp_path / "m.tinyloop", config, tensors)
+    try:
+        model = tl.Model(tmp_path / "m.tinyloop", N, device="cpu", kv_mode=kv_mode)
+    except RuntimeError as error:
+        pytest.skip(f"{isa}: {error}")
+    with model:
+        assert np.isnan(model.logits(random_tokens(config, N))).all()
 
 
 def test_the_same_call_twice_gives_the_same_bits(backend):

@@ -592,3 +592,13 @@ def test_entries_are_what_the_pool_holds(model, path):
     loaded = model.load_pool(str(path))
     for n in (30, 64, 100):
         assert_same_prefix(model, entry_of(loaded, model, TOKENS[:n]).payload, model, entry_of(pool, model, TOKENS[:n]).payload)
+
+
+def test_a_save_that_fails_as_it_ends_leaves_no_file(model, path, monkeypatch, tmp_path):
+    """What had its temporary name by then kept it."""
+    pool = tl.PrefixPool()
+    model.register_prefix(pool, TOKENS[:20])
+    monkeypatch.setattr("tinyloop_py.atomic_file.os.replace", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        pool.save(path)
+    assert os.listdir(path.parent) == []

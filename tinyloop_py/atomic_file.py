@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import shutil
@@ -57,11 +58,13 @@ class AtomicFile:
             raise FileNotFoundError(errno.ENOENT, "the folder to write into does not exist", os.path.dirname(self.path) or folder)
         check_replaceable(self.path)
         self._temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}.tmp")
-        self._fd = _open_nameless(folder)
-        self._nameless = self._fd >= 0
-        if not self._nameless:
-            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        self._file: io.FileIO | None = None  # it owns the descriptor: closed once, whatever comes in between
         try:
+            self._file = _open_nameless(folder)
+            self._nameless = self._file is not None
+            if self._file is None:
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+                self._file = io.FileIO(os.open(self._temporary, flags, 0o666), "r+b")
             if os.path.exists(self._target):  # no reader more than before
                 os.fchmod(self._fd, stat.S_IMODE(os.stat(self._target).st_mode))
             _reserve(self._fd, nbytes)
@@ -75,6 +78,11 @@ class AtomicFile:
             self.abort()
             raise
 
+    @property
+    def _fd(self) -> int:
+        assert self._file is not None
+        return self._file.fileno()
+
     def write(self, offset: int, data: bytes | npt.NDArray[Any]) -> None:
         """Put `data` at `offset`."""
         view = memoryview(data) if isinstance(data, bytes) else np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
@@ -87,10 +95,9 @@ class AtomicFile:
         os.fsync(self._fd)
         if self._nameless:
             os.link(_by_fd(self._fd), self._temporary, src_dir_fd=self._fd)  # with a folder, os.link follows the link that the path is
-        os.close(self._fd)
-        self._fd = -1
         check_replaceable(self._target)  # hours may have passed since the first check
         os.replace(self._temporary, self._target)
+        self.abort()
         folder = os.open(os.path.dirname(self._target), os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -99,11 +106,15 @@ class AtomicFile:
 
     def abort(self) -> None:
         """Remove the temporary file; nothing happens after `commit`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temporary)
+
+    def __del__(self) -> None:
+        """One that nobody came to hold, as after an interrupt."""
+        if hasattr(self, "_file"):
+            self.abort()
 
     def __enter__(self) -> AtomicFile:
         return self
@@ -112,18 +123,18 @@ class AtomicFile:
         self.abort()
 
 
-def _open_nameless(folder: str) -> int:
-    """A file that is gone when it is closed unless it gets a name; -1 where there is no such thing."""
+def _open_nameless(folder: str) -> io.FileIO | None:
+    """A file that is gone when it is closed unless it gets a name; None where there is no such thing."""
     if not hasattr(os, "O_TMPFILE"):
-        return -1
+        return None
     try:
-        fd = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
+        file = io.FileIO(os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o666), "r+b")
     except OSError:
-        return -1
-    if os.path.exists(_by_fd(fd)):
-        return fd
-    os.close(fd)  # without /proc nothing could give it a name
-    return -1
+        return None
+    if os.path.exists(_by_fd(file.fileno())):
+        return file
+    file.close()  # without /proc nothing could give it a name
+    return None
 
 
 def _by_fd(fd: int) -> str:

@@ -126,7 +126,7 @@ cdef class KvStore:
         """A page of a part, with unspecified finite content; the caller has reserved its bytes."""
         cdef PageSpace space = self.spaces[part]
         if self.closed:
-            raise RuntimeError("the KV cache of a closed model cannot grow")
+            raise RuntimeError("tinyloop.Model is closed; its KV cache cannot grow")
         if self.fault is not None:
             self.fault(part)
         cdef int32_t page
@@ -168,7 +168,7 @@ cdef class KvStore:
     cdef int hold(self, int64_t nbytes) except -1:
         """Counts memory that someone keeps beside the pages (hidden rows); OutOfMemoryError where the budget has no room."""
         if self.closed:
-            raise RuntimeError("the KV cache of a closed model cannot grow")
+            raise RuntimeError("tinyloop.Model is closed; its KV cache cannot grow")
         if self.fault is not None:
             self.fault(-1)
         self.reserve(nbytes)

@@ -66,6 +66,9 @@ cdef class PrefixPool:
     def __bool__(self):
         return True  # an empty pool is still a pool
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a tinyloop.PrefixPool can't be copied or pickled; save writes it into a file that Model.load_pool takes")
+
     def __repr__(self):
         return (f"PrefixPool(capacity={self.capacity}, size={self.size()}, total_cached_tokens={self.total_cached_tokens()}, "
                 f"nbytes={self.nbytes}, eviction={self.eviction!r})")

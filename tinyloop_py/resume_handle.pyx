@@ -33,6 +33,9 @@ cdef class ResumeHandle:
     def __init__(self):
         raise TypeError("a ResumeHandle comes from Model.build_resume_handle")
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a tinyloop.ResumeHandle can't be copied or pickled; build it again with Model.build_resume_handle")
+
     def __enter__(self):
         self.held()
         return self

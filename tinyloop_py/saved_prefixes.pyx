@@ -142,19 +142,24 @@ def load_prefixes(LoadedModel model, path, str kind, bint rebuild):
     path = os.fsdecode(path)
     try:
         with TensorFile(path, FORMAT, VERSION) as file:
-            contents = read_contents(file.text.get("contents", ""), kind)
-            notes = file.text.get("notes")
-            if not contents.entries:
-                return contents, [], notes
-            differs = differences(contents.fingerprint, model._fingerprint())
-            if differs and not (rebuild and all([part in REBUILT for part in differs])):
-                raise ValueError(refusal(path, differs))
-            tokens = [read_tokens(model, file, entry, i) for i, entry in enumerate(contents.entries)]
-            if differs:
-                return contents, list(zip(tokens, build_again(model._engine, contents.entries, tokens))), notes
-            return contents, list(zip(tokens, read_prefixes(model._engine, file, contents))), notes
+            loaded = read_file(model, file, path, kind, rebuild)  # returned from in here, Cython would leak it where leaving the block raises
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
+    return loaded
+
+
+cdef tuple read_file(LoadedModel model, object file, object path, str kind, bint rebuild):
+    contents = read_contents(file.text.get("contents", ""), kind)
+    notes = file.text.get("notes")
+    if not contents.entries:
+        return contents, [], notes
+    differs = differences(contents.fingerprint, model._fingerprint())
+    if differs and not (rebuild and all([part in REBUILT for part in differs])):
+        raise ValueError(refusal(path, differs))
+    tokens = [read_tokens(model, file, entry, i) for i, entry in enumerate(contents.entries)]
+    if differs:
+        return contents, list(zip(tokens, build_again(model._engine, contents.entries, tokens))), notes
+    return contents, list(zip(tokens, read_prefixes(model._engine, file, contents))), notes
 
 
 cdef str refusal(object path, dict differs):

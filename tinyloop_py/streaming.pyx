@@ -75,6 +75,10 @@ class Streaming:
             raise ValueError("the model file has no tokenizer, expected one for text; generate_stream takes and gives token ids")
         stops = read_stops(stop)
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt has half a surrogate pair at character {error.start}, expected text that UTF-8 can hold") from None
             prompt = tokenizer.encode(prompt).ids
         cdef Generation generation = self.open_generation(
             "stream_text", prompt, max_tokens, loops, temperature, top_k, cache_window, pool, namespace, top_p, min_p, repetition_penalty,
@@ -99,6 +103,8 @@ cdef object start_stream(LoadedModel model, Generation generation, object logpro
 
 
 cdef list read_stops(object stop):
+    if isinstance(stop, (bytes, bytearray)) or not (stop is None or hasattr(stop, "__iter__")):
+        raise TypeError(f"stop is {type(stop).__name__}, expected a str or a sequence of str")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
     for text in stops:
         if not isinstance(text, str):

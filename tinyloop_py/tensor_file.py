@@ -72,9 +72,11 @@ class TensorFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.close()
-        self._file.abort()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self._file.abort()
 
 
 class TensorFile:
@@ -92,18 +94,24 @@ class TensorFile:
         self.path = os.fsdecode(path)
         if kind := file_kind(os.stat(self.path).st_mode):  # opening a FIFO would wait for its writer
             raise FormatError(f"{kind}, expected a file that save wrote")
-        with open(self.path, "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            self.entries, self.text = read_header(file, nbytes)
-            if self.text.get("format") != file_format:
-                raise FormatError(f"format is {shown(self.text.get('format'))}, expected {file_format!r}")
-            if self.text.get("version") != version:
-                raise FormatError(f"version is {shown(self.text.get('version'))}, this tinyloop reads version {version}")
-            data_start = min((entry.start for entry in self.entries.values()), default=nbytes)
-            if header_crc32(self.entries, self.text, data_start) != self.text.get(HEADER_CRC32):
-                raise FormatError(f"the header is damaged: its checksum is not {shown(self.text.get(HEADER_CRC32))}")
-            self._crc32 = load_object(self.text.get(TENSOR_CRC32, "{}"), f"the metadata's {TENSOR_CRC32}")
-            self._fd = os.dup(file.fileno())
+        self._file = open(self.path, "rb")  # noqa: SIM115
+        try:
+            self._read_header(file_format, version)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self, file_format: str, version: str) -> None:
+        nbytes = os.fstat(self._file.fileno()).st_size
+        self.entries, self.text = read_header(self._file, nbytes)
+        if self.text.get("format") != file_format:
+            raise FormatError(f"format is {shown(self.text.get('format'))}, expected {file_format!r}")
+        if self.text.get("version") != version:
+            raise FormatError(f"version is {shown(self.text.get('version'))}, this tinyloop reads version {version}")
+        data_start = min((entry.start for entry in self.entries.values()), default=nbytes)
+        if header_crc32(self.entries, self.text, data_start) != self.text.get(HEADER_CRC32):
+            raise FormatError(f"the header is damaged: its checksum is not {shown(self.text.get(HEADER_CRC32))}")
+        self._crc32 = load_object(self.text.get(TENSOR_CRC32, "{}"), f"the metadata's {TENSOR_CRC32}")
 
     def read(self, name: str, dtype: str, shape: tuple[int, ...], memory: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[Any]:
         """A tensor, which must be of this type and shape and hold what was written; in `memory` where given."""
@@ -114,14 +122,12 @@ class TensorFile:
             raise FormatError(f"tensor {name} is {entry.dtype} of shape {shown(list(entry.shape))}, expected {dtype} of {list(shape)}")
         nbytes = entry.stop - entry.start
         flat = np.empty(nbytes, np.uint8) if memory is None else memory[:nbytes]
-        if crc_text(read_summed(self._fd, flat, entry.start, f"tensor {name}")) != self._crc32.get(name):
+        if crc_text(read_summed(self._file.fileno(), flat, entry.start, f"tensor {name}")) != self._crc32.get(name):
             raise FormatError(f"tensor {name} is damaged: its checksum is not {shown(self._crc32.get(name))}")
         return flat.view(NUMPY_TYPES[dtype]).reshape(shape)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
