@@ -9,10 +9,11 @@ import threading
 import numpy as np
 import pytest
 from models import random_tokens
-from runtime import open_model, page_nbytes
+from runtime import model_file, open_model, page_nbytes
 
 import tinyloop_py as tl
 from tinyloop_py.errors import BackendError
+from tinyloop_py.model_file import open_model_file
 
 GREEDY = {"temperature": 0.0, "stop_tokens": ()}
 CPU_ONLY = True  # what is tested here lies above the backends
@@ -156,7 +157,10 @@ def every_interrupt(interrupt, call, files):
         left = [n]
 
         def is_here(frame, event, arg, left=left):
-            if event not in ("call", "c_return") or arg is os.open:  # where handlers run; nobody has a new descriptor yet: a gap that Python leaves
+            if event not in ("call", "c_return") or arg in (
+                os.open,
+                os.dup,
+            ):  # where handlers run; nobody has a new descriptor yet: a gap that Python leaves
                 return False
             left[0] -= os.path.basename(frame.f_code.co_filename) in files  # their own, and what they call in C
             return left[0] < 0
@@ -186,6 +190,13 @@ def test_an_interrupt_at_any_place_of_a_save_or_load_leaves_nothing_behind(model
         assert len(os.listdir("/proc/self/fd")) == descriptors, n
         assert os.listdir(folder) == ["pool"], n
     assert model.load_pool(folder / "pool").size() == 1
+
+
+def test_an_interrupt_while_a_model_file_is_opened_leaves_no_descriptor(interrupt):
+    path, descriptors = model_file("loop_bare"), len(os.listdir("/proc/self/fd"))
+    for n in every_interrupt(interrupt, lambda: open_model_file(path).close(), ("model_file.py",)):
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == descriptors, n
 
 
 # ---- calls from inside a step

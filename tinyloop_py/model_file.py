@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import math
 import mmap
 import os
-import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ def open_model_file(path: PathLike) -> ModelFile:
             except ValueError:  # shorter than it was a moment ago
                 raise FormatError(f"truncated: it had {nbytes} bytes, now {os.fstat(file.fileno()).st_size}") from None
             file_id = (status.st_dev, status.st_ino, nbytes, status.st_mtime_ns)
-            opened = ModelFile(path, meta, entries, dtypes, mapping, os.dup(file.fileno()), file_id)
+            opened = ModelFile(path, meta, entries, dtypes, mapping, io.FileIO(os.dup(file.fileno())), file_id)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
     try:
@@ -95,7 +95,7 @@ class ModelFile:
         entries: Mapping[str, HeaderEntry],
         dtypes: Mapping[str, str],
         mapping: mmap.mmap,
-        fd: int,
+        file: io.FileIO,
         file_id: tuple[int, ...],
     ) -> None:
         self.path = path
@@ -111,8 +111,7 @@ class ModelFile:
         self._entries = entries
         self._dtypes = dtypes
         self._mapping: mmap.mmap | None = mapping
-        self._fd = fd
-        self._close_fd = weakref.finalize(self, os.close, fd)
+        self._file = file  # for reads without the mapping
 
     def tensor(self, name: str) -> WeightTensor:
         """The weight called `name`, uncopied; KeyError where the model has none of that name."""
@@ -167,7 +166,7 @@ class ModelFile:
 
     def close(self) -> None:
         """Let go of the mapping; it is unmapped when the last tensor taken from it is gone."""
-        self._close_fd()
+        self._file.close()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             with contextlib.suppress(BufferError):  # views are still held
@@ -182,7 +181,7 @@ class ModelFile:
     def _open_fd(self) -> int:
         if self._mapping is None:
             raise ValueError(f"{self.path} is closed")
-        return self._fd
+        return self._file.fileno()
 
     def _checksum(self, name: str, entry: HeaderEntry) -> str:
         return crc_text(crc32_at(self._open_fd(), entry.stop - entry.start, entry.start, f"{self.path}: tensor {name}"))
