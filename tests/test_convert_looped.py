@@ -6,103 +6,23 @@ import math
 import numpy as np
 import pytest
 import torch
+from looped_checkpoints import HUGINN, OURO, STATES, checkpoint, huginn_shapes, huginn_state, random_state
 from looped_torch import huginn_logits, nanbeige_logits, ouro_logits
 from philox import truncated_normal
 from reference import Reference
 from safetensors.torch import save_file
+from sparse_checkpoint import conversion_megabytes, write_sparse
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import tinyloop_py as tl
 from tinyloop_py.cli import main
 from tinyloop_py.convert import convert
+from tinyloop_py.convert.hf_config import model_config
+from tinyloop_py.convert.huginn import huginn_config, is_huginn
 from tinyloop_py.errors import FormatError
-from tinyloop_py.layout import tensor_shapes
+from tinyloop_py.layout import matrix_shapes, tensor_shapes
 from tinyloop_py.model_file import open_model_file
-
-OURO = {  # fields as the released configs have them, in miniature
-    "architectures": ["OuroForCausalLM"], "auto_map": {"AutoConfig": "configuration_ouro.OuroConfig"}, "model_type": "ouro", "hidden_act": "silu",
-    "attention_dropout": 0.0, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 256, "rope_theta": 1000000.0, "rope_scaling": None, "rms_norm_eps": 1e-06,
-    "total_ut_steps": 4, "early_exit_threshold": 1.0, "tie_word_embeddings": False, "layer_types": ["full_attention"] * 3, "sliding_window": None,
-    "use_sliding_window": False, "max_window_layers": 3, "bos_token_id": 0, "eos_token_id": 0, "use_cache": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
-NANBEIGE = {
-    "architectures": ["NanbeigeForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_nanbeige.NanbeigeForCausalLM"}, "model_type": "nanbeige",
-    "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96, "kv_channels": 32, "head_dim": 32, "num_hidden_layers": 2, "num_loops": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256, "rope_theta": 70000000,
-    "rms_norm_eps": 1e-05, "loop_loss_weights": [], "skip_loop_final_norm": False, "tie_word_embeddings": False, "attention_bias": False,
-    "bos_token_id": 2, "eos_token_id": 3,
-}  # fmt: skip
-HUGINN = {
-    "architectures": ["RavenForCausalLM"], "auto_map": {"AutoConfig": "raven_config_minimal.RavenConfig"}, "model_type": "huginn_raven",
-    "architecture_class_name": "RecurrentGPT", "block_class_name": "SandwichBlock", "norm_class_name": "RMSNorm_llama", "mlp_class_name": "GatedMLP",
-    "nonlin_name": "SiLU", "injection_type": "linear", "state_init": "like-init", "bias": False, "qk_bias": True, "tie_embeddings": True,
-    "n_embd": 72, "n_heads": 3, "num_key_value_heads": 3, "head_dim": 24, "intermediate_size": 100, "n_layers": 4, "n_layers_in_prelude": 1,
-    "n_layers_in_recurrent_block": 2, "n_layers_in_coda": 1, "mean_recurrence": 5, "mean_backprop_depth": 8, "effective_expected_depth": 12,
-    "vocab_size": 320, "padded_vocab_size": 320, "padding_multiple": 64, "block_size": 256, "rope_base": 50000, "norm_eps": 1e-06,
-    "init_strategy": "takase", "init_orthogonal": False, "init_values": {"std": math.sqrt(2 / 360), "out_proj": 0.001, "embedding": 0.07,
-    "embed_scale": math.sqrt(72)}, "sampling_scheme": "poisson-lognormal-filling", "test_time_noise": 0, "test_time_noise_type": "fixed",
-    "eos_token_id": 5,
-}  # fmt: skip
-
-
-def stack_state(config, branch_norms: bool) -> dict[str, torch.Tensor]:
-    """Random tensors of a looped stack under its own names."""
-    dim, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {"model.embed_tokens.weight": (320, dim), "model.norm.weight": (dim,), "lm_head.weight": (320, dim)}
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += [f"{norm}_2" for norm in norms] if branch_norms else []
-    for i in range(config["num_hidden_layers"]):
-        layer = {"self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, q)}
-        layer |= {"mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim), "mlp.down_proj": (dim, ffn), **dict.fromkeys(norms, (dim,))}
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    return random_state(shapes)
-
-
-def ouro_state(config) -> dict[str, torch.Tensor]:
-    gate = random_state({"model.early_exit_gate.weight": (1, config["hidden_size"]), "model.early_exit_gate.bias": (1,)})
-    return stack_state(config, True) | gate
-
-
-def nanbeige_state(config) -> dict[str, torch.Tensor]:
-    return stack_state(config, False)
-
-
-def huginn_state(config) -> dict[str, torch.Tensor]:
-    dim, ffn, n = config["n_embd"], config["intermediate_size"], config["n_heads"]
-    shapes = {"transformer.wte.weight": (320, dim), "transformer.adapter.weight": (dim, 2 * dim), "transformer.ln_f.weight": (dim,)}
-    for part in ("prelude", "recurrent_block", "coda"):
-        for i in range(config[f"n_layers_in_{part}"]):
-            layer = {
-                "attn.Wqkv.weight": (3 * dim, dim),
-                "attn.proj.weight": (dim, dim),
-                "mlp.fc.weight": (2 * ffn, dim),
-                "mlp.proj.weight": (dim, ffn),
-            }
-            layer |= {f"norm_{k}.weight": (dim,) for k in range(1, 5)}
-            layer |= {"attn.qk_bias": (2, 1, n, dim // n)} if config["qk_bias"] else {}
-            shapes |= {f"transformer.{part.replace('recurrent', 'core')}.{i}.{name}": shape for name, shape in layer.items()}
-    state = random_state(shapes)
-    return state | {"lm_head.weight": state["transformer.wte.weight"].clone(), "freqs_cis": torch.zeros(1, 256, 1, dim // n // 2, 2)}
-
-
-def random_state(shapes) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(len(shapes))
-    return {name: torch.randn(shape, generator=generator) * (0.2 if len(shape) == 2 else 0.5) + (len(shape) == 1) for name, shape in shapes.items()}
-
-
-STATES = {"ouro": (OURO, ouro_state), "nanbeige": (NANBEIGE, nanbeige_state), "huginn": (HUGINN, huginn_state)}
-
-
-def checkpoint(folder, family, state=None, **changes):
-    """A folder with a random model of the family; its config and tensors."""
-    config, make = STATES[family]
-    config = {key: value for key, value in (config | changes).items() if value != "absent"}
-    state = make(config) if state is None else state
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
-    return config, state
 
 
 def converted(folder, **kwargs):
@@ -178,6 +98,35 @@ def test_configs(tmp_path):
         assert file.tensor("core.1.mlp.gate.weight").dtype == "int8"
 
 
+def test_fields_that_a_class_writes_of_itself_are_taken(tmp_path):
+    """A config that was saved again, as after fine-tuning, holds every field of its class."""
+    nanbeige = {
+        "mlp_bias": False, "qk_layernorm": False, "emb_neighbor_num": None, "emb_split_num": None, "ngram_vocab_size_ratio": None,
+        "ngram_mod_force_prime": False, "ngram_embedding_hidden_size": None, "ngram_fused_mode": "average", "emb_tp_num": None,
+        "ngram_compressed_tokenizer": False, "skip_ngram_for_input": False, "insert_ngram_layer_idx": [], "ngram_insert_all_layers": False,
+        "ngram_layer_downproject_size": None, "enable_double_loop_split": False, "loop_middle_layers": None, "loop_share_kv": False,
+        "mhc_diff_for_loop": False, "mhc_double_stream_position_for_loop": None, "enable_hyper_connection": False, "enable_mhc": False,
+        "enable_h_res_identity": False, "mhc_identity_nohresparam": False, "num_residual_streams": 4, "mhc_sinkhorn_iterations": 20,
+        "mhc_init_gating_factor": 0.01, "enable_depth_attention": False, "depth_attention_stride": None, "depth_attention_recent_window": 0,
+        "depth_attention_static_anchor_once": True, "initializer_range": 0.02, "pretraining_tp": 1, "attention_dropout": 0.0, "rope_scaling": None,
+        "pad_token_id": 0, "use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.57.1",
+    }  # fmt: skip
+    huginn = {"num_attention_heads": 3, "hidden_size": 72, "num_hidden_layers": 4, "activation_checkpoint_impl": "per-iteration",
+              "tie_word_embeddings": True, "torch_dtype": "float32"}  # fmt: skip
+    for family, fields in (("nanbeige", nanbeige), ("huginn", huginn)):
+        assert model_config_of(STATES[family][0] | fields) == model_config_of(STATES[family][0])
+
+
+def model_config_of(config):
+    return (huginn_config if is_huginn(config) else model_config)(config)
+
+
+def test_what_an_ouro_config_leaves_out_is_what_its_class_assumes():
+    sparse = {key: value for key, value in OURO.items() if key not in ("num_key_value_heads", "sliding_window", "layer_types", "head_dim")}
+    config = model_config(sparse | {"num_attention_heads": 32, "use_sliding_window": True, "max_window_layers": 1})
+    assert (config.n_kv_heads, config.head_dim, config.layer_windows) == (32, 2, (0, 4096, 4096))
+
+
 def test_what_a_huginn_config_leaves_out_is_what_its_class_assumes(tmp_path):
     left_out = dict.fromkeys(("init_values", "padded_vocab_size", "n_layers", "num_key_value_heads", "norm_eps", "rope_base", "qk_bias"), "absent")
     _, state = checkpoint(tmp_path / "whole", "huginn")
@@ -191,11 +140,21 @@ REFUSED = {
     "exit step": ("ouro", {"early_exit_step": 2}, "early_exit_step is 2, OuroForCausalLM is supported with None only"),
     "no loops": ("ouro", {"total_ut_steps": 0}, "total_ut_steps is 0, expected an integer from 1"),
     "ouro with nanbeige's": ("ouro", {"skip_loop_final_norm": True}, "field skip_loop_final_norm is unknown for OuroForCausalLM"),
+    "half heads": ("nanbeige", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is below 1, NanbeigeForCausalLM is supported with heads"),
+    "half heads, nested": ("ouro", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is below 1"),
     "split": ("nanbeige", {"enable_double_loop_split": True}, "enable_double_loop_split is True, NanbeigeForCausalLM is supported with False only"),
-    "middle": ("nanbeige", {"loop_middle_layers": [3]}, "loop_middle_layers is .3., NanbeigeForCausalLM is supported with"),
-    "ngrams": ("nanbeige", {"emb_neighbor_num": 2}, "field emb_neighbor_num is unknown for NanbeigeForCausalLM"),
+    "middle": ("nanbeige", {"loop_middle_layers": 1}, "loop_middle_layers is 1, NanbeigeForCausalLM is supported with None only"),
+    "no name": ("ouro", {"": [0.5]}, "field  is unknown for OuroForCausalLM"),
+    "huge size": ("ouro", {"head_dim": 10**400}, r"head_dim is 10+\.\.\., expected an integer from 1"),
+    "huge length": ("ouro", {"max_position_embeddings": 10**400, "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1}},
+                    "max_position_embeddings is 10+"),
+    "ngrams": ("nanbeige", {"emb_neighbor_num": 2}, "emb_neighbor_num is 2, NanbeigeForCausalLM is supported with None only"),
+    "ngram layers": ("nanbeige", {"insert_ngram_layer_idx": [1]}, "insert_ngram_layer_idx is .1., NanbeigeForCausalLM is supported with"),
+    "streams": ("nanbeige", {"enable_hyper_connection": True, "num_residual_streams": 4}, "enable_hyper_connection is True"),
+    "words": ("nanbeige", {"skip_loop_final_norm": "false"}, "skip_loop_final_norm is 'false', expected true or false"),
+    "loss": ("nanbeige", {"loop_loss_weights": ["a"]}, "loop_loss_weights is .'a'., expected a list of numbers"),
     "channels": ("nanbeige", {"kv_channels": 64}, "kv_channels"),
-    "losses": ("nanbeige", {"loop_loss_weights": 0.5}, "loop_loss_weights is 0.5, expected a list"),
+    "losses": ("nanbeige", {"loop_loss_weights": 0.5}, "loop_loss_weights is 0.5, expected a list of numbers"),
     "retrofit block": ("huginn", {"block_class_name": "LlamaBlock"}, "block_class_name is 'LlamaBlock', RavenForCausalLM is supported with"),
     "injection": ("huginn", {"injection_type": "add"}, "injection_type is 'add'"),
     "noise": ("huginn", {"test_time_noise": 0.1}, "test_time_noise is 0.1"),
@@ -204,6 +163,10 @@ REFUSED = {
     "size": ("huginn", {"n_embd": "72"}, "n_embd is '72', expected an integer"),
     "heads": ("huginn", {"n_heads": 5, "num_key_value_heads": 5, "head_dim": "absent"}, "n_embd 72 is no multiple of n_heads 5"),
     "scale": ("huginn", {"init_values": {"embed_scale": 0}}, "init_values.embed_scale is 0, expected a positive number"),
+    "huge scale": ("huginn", {"init_values": {"embed_scale": 10**400}}, "init_values.embed_scale is 10+"),
+    "scales": ("huginn", {"init_values": [1.0]}, "init_values is .1.0., expected an object"),
+    "bias": ("huginn", {"qk_bias": "no"}, "qk_bias is 'no', expected true or false"),
+    "layers by another name": ("huginn", {"num_hidden_layers": 8}, "num_hidden_layers is 8, RavenForCausalLM is supported with 4 here only"),
     "field": ("huginn", {"qk_norm": True}, "field qk_norm is unknown for RavenForCausalLM"),
 }  # fmt: skip
 
@@ -225,11 +188,91 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
         ({wqkv: torch.zeros(72 * 2, 72)}, r"Wqkv.weight has shape .144, 72., the config asks for .216, 72."),
         ({bias: torch.zeros(2, 72)}, r"qk_bias has shape \[2, 72\]"), ({"transformer.coda.1.norm_1.weight": torch.zeros(72)}, "has no place"),
         ({"lm_head.weight": torch.ones(320, 72)}, "tensor lm_head.weight differs from transformer.wte.weight"),
+        ({f"{wqkv}[q]": torch.zeros(72, 72)}, r"tensor .*Wqkv.weight\[q\] has no place"), ({"x": torch.tensor(1.0)}, "tensor x has no place"),
+        ({"transformer.ln_f.weight": torch.tensor(1.0)}, r"tensor transformer.ln_f.weight has shape \[\], the config asks for \[72\]"),
     )):  # fmt: skip
         state = {name: tensor for name, tensor in {**good, **change}.items() if tensor is not None}
         checkpoint(tmp_path / str(i), "huginn", state=state)
         with pytest.raises(FormatError, match=message):
             converted(tmp_path / str(i))
+
+
+RETROFIT = {  # what the retrofitted-recurrence models change in Huginn's config; the block's name stays
+    "tie_embeddings": False, "qk_bias": False, "norm_eps": 1e-5, "num_key_value_heads": 3, "rope_base": 500000.0, "max_position_embeddings": 256,
+    "rope_theta": 10000.0, "init_values": {"std": 0.07, "embed_scale": 1.0},
+}  # fmt: skip
+
+
+def test_retrofitted_models_share_huginns_class_and_are_refused(tmp_path):
+    """By their config, and where that says nothing, by their tensors: Llama's blocks have two norms, OLMo-2's two and those of q and k."""
+    config = HUGINN | RETROFIT
+    shapes = {name: shape for name, shape in huginn_shapes(config).items() if "norm_3" not in name and "norm_4" not in name}
+    llama = random_state(shapes | {"lm_head.weight": (320, 72)})
+    norms = {f"transformer.core_block.0.attn.{p}_norm.weight": torch.ones(72) for p in "qk"}
+    silent = dict.fromkeys(("max_position_embeddings", "rope_theta"), "absent")
+    for state in (llama, llama | norms):
+        checkpoint(tmp_path, "huginn", state=state, **RETROFIT)
+        with pytest.raises(FormatError, match=r"field max_position_embeddings .* is unknown for RavenForCausalLM"):
+            converted(tmp_path)
+        checkpoint(tmp_path, "huginn", state=state, **RETROFIT | silent)
+        with pytest.raises(FormatError, match=r"norm_3.weight \(and 7 more\) is missing"):
+            converted(tmp_path)
+
+
+def test_shards_and_types_of_the_source(tmp_path):
+    config, state = checkpoint(tmp_path / "one", "huginn", state={k: v.bfloat16() for k, v in huginn_state(HUGINN).items()})
+    (tmp_path / "two").mkdir()
+    names = sorted(state)
+    shards = {f"model-0000{i}-of-00002.safetensors": names[i - 1 :: 2] for i in (1, 2)}
+    for file_name, part in shards.items():
+        save_file({name: state[name].double() for name in part}, tmp_path / "two" / file_name)
+    index = {"weight_map": {name: file_name for file_name, part in shards.items() for name in part}}
+    (tmp_path / "two" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "two" / "config.json").write_text(json.dumps(config))
+    with converted(tmp_path / "one") as one, converted(tmp_path / "two") as two:
+        assert {one.tensor(name).dtype for name in matrix_shapes(one.config)} == {"bf16"}
+        assert {two.tensor(name).dtype for name in matrix_shapes(two.config)} == {"f32"}
+        assert all(np.array_equal(weight.to_float32(), two.tensor(weight.name).to_float32()) for weight in one)
+
+
+def test_the_memory_of_fused_tensors_is_that_of_a_few_rows_too(tmp_path):
+    """A 720 MB source whose largest tensor, 134 MB, has two parts."""
+    sizes = {"n_embd": 1024, "n_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 16384, "vocab_size": 8192, "n_layers": 3}
+    config = HUGINN | sizes | {"n_layers_in_recurrent_block": 1, "padded_vocab_size": 8192, "init_values": None}
+    shapes = huginn_shapes(config) | {"lm_head.weight": (8192, 1024), "freqs_cis": (1, 256, 1, 64, 2)}
+    assert write_sparse(tmp_path, config, shapes) > 720e6
+    assert conversion_megabytes(tmp_path) < 100
+
+
+def test_progress_ends_at_its_total(tmp_path):
+    for family in STATES:
+        checkpoint(tmp_path, family)
+        calls = []
+        converted(tmp_path, progress=lambda *call: calls.append(call)).close()  # noqa: B023
+        done, totals, _ = zip(*calls, strict=True)
+        assert list(done) == sorted(done) and set(totals) == {done[-1]} and done[0] > 0
+
+
+END_OF_TURN = {  # template, what config.json names, the ids that end an answer
+    "ouro": ("<|im_start|>{{ messages[0].content }}<|im_end|>", 0, (0, 4)),
+    "nanbeige": ("<|im_start|>{{ messages[0].content }}<|im_end|>", 4, (4,)),
+    "huginn": ("{% generation %}{{ messages[0].content }}<|end_turn|>{% endgeneration %}{{ '<|end_text|>' }}", 6, (6, 5)),
+}
+
+
+@pytest.mark.parametrize("family", END_OF_TURN)
+def test_an_answer_ends_where_the_template_ends_a_turn(tmp_path, family):
+    template, named, expected = END_OF_TURN[family]
+    checkpoint(tmp_path, family, eos_token_id=named)
+    special = ["<|endoftext|>", "a", "b", "<|im_start|>", "<|im_end|>", "<|end_turn|>", "<|end_text|>"]
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(special)}, unk_token="a"))
+    tokenizer.add_special_tokens([token for token in special if len(token) > 1])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": special[named]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named, "bos_token_id": 3, "transformers_version": "4.47.1"}))
+    convert(tmp_path, tmp_path / "m.tinyloop")
+    with open_model_file(tmp_path / "m.tinyloop") as file:
+        assert file.stop_ids == expected and file.chat_template == template
 
 
 def test_command_line(tmp_path, capsys):

@@ -212,6 +212,20 @@ def test_a_template_that_misbehaves_is_an_error_of_the_api(template):
         ChatFormat(template, byte_tokenizer()).encode([{"role": "user", "content": "x"}])
 
 
+def test_a_template_may_mark_the_assistants_words_for_training():
+    """As Huginn's does."""
+    pytest.importorskip("jinja2")
+    from tinyloop_py.serve.chat import ChatFormat
+
+    tokenizer = byte_tokenizer()
+    marked = "{% generation %}{% set end = '!' + end %}{{ m.content + end }}{% endgeneration %}"
+    template = "{% for m in messages %}{% set end = '<|end|>' %}" + marked + "{{ end }}{% endfor %}"
+    ids = ChatFormat(template, tokenizer, (4,)).encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a!<|end|><|end|>b!<|end|><|end|>"
+    with pytest.raises(ValueError, match="chat template"):
+        ChatFormat("{% generation %}", tokenizer)
+
+
 def test_a_template_that_cannot_be_read_says_so_at_the_start():
     pytest.importorskip("jinja2")
     from tinyloop_py.serve.chat import ChatFormat

@@ -41,7 +41,8 @@ FAMILIES: dict[str, Family] = {
         harmless=frozenset({"max_window_layers"}),
     ),
     "OuroForCausalLM": Family(
-        {"total_ut_steps": 4}, windows="listed", loops="total_ut_steps", block_norm="sandwich", exit_gate=True,
+        {"num_key_value_heads": 32, "sliding_window": 4096, "total_ut_steps": 4}, windows="listed", loops="total_ut_steps", block_norm="sandwich",
+        exit_gate=True,
         only={"early_exit_threshold": 1.0, "early_exit_step": None}, harmless=frozenset({"auto_map", "chunk_size"}),
     ),
     "NanbeigeForCausalLM": Family(
@@ -51,9 +52,13 @@ FAMILIES: dict[str, Family] = {
                 "qk_layernorm", "enable_double_loop_split", "loop_share_kv", "enable_hyper_connection", "enable_mhc", "enable_h_res_identity",
                 "enable_depth_attention", "ngram_insert_all_layers",
             ), False),
-            **{key: [] for key in ("loop_middle_layers", "loop_middle_repeats", "insert_ngram_layer_idx")},
+            "insert_ngram_layer_idx": [], "loop_middle_layers": None, "emb_neighbor_num": None,
         },
-        harmless=frozenset({"auto_map"}),
+        harmless=frozenset({  # the latter say how what ONLY keeps off would work; the config's class writes them with its defaults
+            "auto_map", "mhc_diff_for_loop", "mhc_identity_nohresparam", "num_residual_streams", "mhc_sinkhorn_iterations", "mhc_init_gating_factor",
+            "depth_attention_recent_window", "depth_attention_static_anchor_once", "ngram_mod_force_prime", "ngram_fused_mode",
+            "ngram_compressed_tokenizer", "skip_ngram_for_input",
+        }),
     ),
 }  # fmt: skip
 

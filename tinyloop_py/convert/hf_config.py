@@ -26,8 +26,10 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
     fields = _take_sizes(left, raw)
     n_layers, head_dim = fields["n_core"], fields["head_dim"]
     fields |= take_rope(left, head_dim, fields["trained_seq_len"])
+    if family.loops and fields["rotary_dim"] != head_dim:  # Nanbeige's code has no such thing, Ouro's fails
+        raise FormatError(f"config.json: partial_rotary_factor is below 1, {architecture} is supported with heads that turn as a whole only")
     fields["qk_norm"] = family.qk_norm
-    fields["attn_bias"] = "qkvo" if family.bias_by_config and left.pop("attention_bias", None) else family.attn_bias
+    fields["attn_bias"] = "qkvo" if family.bias_by_config and flag("attention_bias", left.pop("attention_bias", None)) else family.attn_bias
     if family.no_rope_layers:
         fields["nope_layers"] = _take_nope_layers(left, n_layers)
     if family.windows != "none":
@@ -63,12 +65,13 @@ def _take_sizes(left: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
 
 def _take_loops(left: dict[str, Any], family: Family) -> dict[str, Any]:
     """The depth, and the norms: that behind the stack is every loop's, or only the last one's."""
-    loops, losses = size(family.loops, left.pop(family.loops, None)), left.pop(family.loop_losses, None)
-    if losses is not None and not isinstance(losses, list):
-        raise FormatError(f"config.json: {family.loop_losses} is {shown(losses)}, expected a list")
+    loops, losses = size(family.loops, left.pop(family.loops, None)), left.pop(family.loop_losses, None) if family.loop_losses else None
+    if losses is not None and not (isinstance(losses, list) and all(isinstance(x, int | float) and not isinstance(x, bool) for x in losses)):
+        raise FormatError(f"config.json: {family.loop_losses} is {shown(losses)}, expected a list of numbers")
+    skips_norm = family.skips_loop_norm != "" and flag(family.skips_loop_norm, left.pop(family.skips_loop_norm, None))
     return {
-        "default_loops": len(losses) + 1 if losses else loops, "loop_norm": "last" if left.pop(family.skips_loop_norm, None) else "every",
-        "final_norm": False, "block_norm": family.block_norm, "exit": "hazard_gate" if family.exit_gate else "none",
+        "default_loops": len(losses) + 1 if losses else loops, "loop_norm": "last" if skips_norm else "every", "final_norm": False,
+        "block_norm": family.block_norm, "exit": "hazard_gate" if family.exit_gate else "none",
     }  # fmt: skip
 
 
@@ -89,7 +92,7 @@ def _take_windows(left: dict[str, Any], family: Family, n_layers: int, nope_laye
         if window and "full_attention" in types:  # transformers slides over all layers of a Mistral, whatever the list says
             raise FormatError("config.json: layer_types has full_attention beside a sliding_window, which MistralForCausalLM does not mean")
     else:
-        window = window if left.pop("use_sliding_window", False) else None
+        window = window if flag("use_sliding_window", left.pop("use_sliding_window", None)) else None
         first = left.pop("max_window_layers", 28) if not family.no_rope_layers else 0
         slides = nope_layers if family.no_rope_layers else range(size("max_window_layers", first, 0), n_layers)
         types = _check_types(types, n_layers) or ["sliding_attention" if window and i in slides else "full_attention" for i in range(n_layers)]
@@ -121,8 +124,15 @@ def refuse_rest(left: Mapping[str, Any], only: Mapping[str, Any], harmless: Set[
         raise FormatError(f"config.json: field {first_of(unknown)} is unknown for {architecture} and might change the forward pass")
 
 
+def flag(key: str, value: Any) -> bool:
+    """A field that is true or false; FormatError names one that is neither. None is false, as for transformers."""
+    if not isinstance(value, bool | None):
+        raise FormatError(f"config.json: {key} is {shown(value)}, expected true or false")
+    return bool(value)
+
+
 def size(key: str, value: Any, low: int = 1) -> int:
     """A field that is a size; FormatError names one that is none."""
-    if not is_int(value) or value < low:
-        raise FormatError(f"config.json: {key} is {'missing' if value is None else shown(value)}, expected an integer from {low}")
+    if not is_int(value) or not low <= value < 2**31:
+        raise FormatError(f"config.json: {key} is {'missing' if value is None else shown(value)}, expected an integer from {low} to {2**31 - 1}")
     return int(value)

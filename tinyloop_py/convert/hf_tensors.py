@@ -58,8 +58,8 @@ def drop_tied_head(tensors: MutableMapping[str, FolderTensor], head: str, embedd
     if head not in tensors or embedding not in tensors:
         return
     pairs = zip(tensors[head].blocks(), tensors[embedding].blocks(), strict=False)
-    if tensors[head].shape != tensors[embedding].shape or not all(np.array_equal(a, b) for a, b in pairs):
-        raise FormatError(f"tensor {head} differs from {embedding}, though tie_word_embeddings is true")
+    if tensors[head].shape != tensors[embedding].shape or not all(np.array_equal(a, b, equal_nan=True) for a, b in pairs):
+        raise FormatError(f"tensor {head} differs from {embedding}, though config.json ties them")
     del tensors[head]
 
 
@@ -95,7 +95,7 @@ class FolderTensor(SourceTensor):
 def _tensor(path: str, name: str, entry: HeaderEntry) -> FolderTensor:
     if entry.dtype not in _OWN_TYPE:
         raise FormatError(f"tensor {shown(name)} has type {entry.dtype}, supported are {', '.join(_OWN_TYPE)}")
-    n_rows, n_cols = (1, *entry.shape)[-2:] if len(entry.shape) < 3 else (0, 0)  # no others are asked for whole
+    n_rows, n_cols = (1, *entry.shape)[-2:] if len(entry.shape) in (1, 2) else (0, 0)  # no others are asked for whole
     blocks = partial(_read_rows, path, name, entry, 0, n_rows, n_cols)
     return FolderTensor(name, entry.shape, _OWN_TYPE[entry.dtype], entry.stop - entry.start, blocks, path, entry)
 

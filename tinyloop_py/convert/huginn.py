@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import ModelConfig
 from ..errors import FormatError
-from ..strict_json import shown
+from ..strict_json import first_of, shown
 from .families import HUGINN
-from .hf_config import refuse_rest, size
+from .hf_config import flag, refuse_rest, size
 from .hf_tensors import FolderTensor, drop_tied_head
 from .source import SourceTensor
 
@@ -55,14 +56,14 @@ def huginn_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields["vocab_size"] = size("padded_vocab_size", vocab_size if padded is None else padded)
     for theirs, value in (
         ("n_layers", sum(fields[f"n_{part}"] for part in PARTS)), ("num_attention_heads", n_heads), ("num_key_value_heads", n_heads),
-        ("head_dim", dim // n_heads),
+        ("head_dim", dim // n_heads), ("hidden_size", dim), ("num_hidden_layers", sum(fields[f"n_{part}"] for part in PARTS)),
     ):  # fmt: skip
         if (given := left.pop(theirs, None)) not in (None, value):
             raise FormatError(f"config.json: {theirs} is {shown(given)}, {HUGINN} is supported with {value} here only")
     std, scale = _init_values(left.pop("init_values", None), dim)
     fields |= {
         "n_kv_heads": n_heads, "head_dim": dim // n_heads, "norm_eps": left.pop("norm_eps"), "rope_theta": left.pop("rope_base"),
-        "attn_bias": "qk" if left.pop("qk_bias") else "", "tied_embeddings": left.pop("tie_embeddings"), "embed_scale": scale,
+        "attn_bias": "qk" if flag("qk_bias", left.pop("qk_bias")) else "", "tied_embeddings": left.pop("tie_embeddings"), "embed_scale": scale,
         "state_init_std": std * scale,
     }  # fmt: skip
     refuse_rest(left, ONLY, HARMLESS, HUGINN)
@@ -77,9 +78,11 @@ def huginn_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _init_values(given: Any, dim: int) -> tuple[float, float]:
     """Standard deviation of a fresh state before it is scaled, and what embeddings and states are scaled by."""
-    values = {"std": math.sqrt(2 / (5 * dim)), "embed_scale": math.sqrt(dim)} | (given if isinstance(given, dict) else {})
+    if not isinstance(given, dict | None):
+        raise FormatError(f"config.json: init_values is {shown(given)}, expected an object")
+    values = {"std": math.sqrt(2 / (5 * dim)), "embed_scale": math.sqrt(dim)} | (given or {})
     for key in ("std", "embed_scale"):
-        if isinstance(values[key], bool) or not isinstance(values[key], int | float) or not 0 < values[key] < math.inf:
+        if isinstance(values[key], bool) or not isinstance(values[key], int | float) or not 0 < values[key] <= sys.float_info.max:
             raise FormatError(f"config.json: init_values.{key} is {shown(values[key])}, expected a positive number")
     return float(values["std"]), float(values["embed_scale"])
 
@@ -98,6 +101,8 @@ def huginn_tensors(config: ModelConfig, found: Mapping[str, FolderTensor]) -> di
             split |= tensor.parts({f"{name}[gate]": (0, n_ffn), f"{name}[up]": (n_ffn, n_ffn)}, (2 * n_ffn, config.dim))
         elif name.endswith(".attn.qk_bias"):
             split |= tensor.parts({f"{name}[{p}]": (i, 1) for i, p in enumerate("qk")}, (2, 1, config.n_heads, config.head_dim))
+        elif name.endswith("]"):  # a part's name, which no file has
+            raise FormatError(f"tensor {first_of([name])} has no place in the model that the config describes")
         else:
             split[name] = tensor
     return split

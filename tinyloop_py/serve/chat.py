@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import ServeError, bad_request
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
+
+
+class Generation(Extension):
+    """`{% generation %}`: marks the assistant's words for training, as Huginn's template does; its content stands as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own attribute
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The content in a scope of its own, as transformers has it."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class ChatFormat:
@@ -36,7 +48,7 @@ class ChatFormat:
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, stop_ids: Sequence[int] = ()) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
         environment.filters["tojson"] = _tojson
         environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
         try:
