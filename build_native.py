@@ -17,6 +17,8 @@ CXX, LDFLAGS        the host compiler, also nvcc's, and flags for linking
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -24,7 +26,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,16 @@ class BuildError(Exception):
 def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a variable that is 1 or 0 is set to anything but 0."""
     return environ.get(name, "0") not in ("", "0")
+
+
+@contextlib.contextmanager
+def same_files_keep_their_time(folder: Path) -> Iterator[None]:
+    """C that Cython makes again and is the same is not compiled again: in pip's fresh environments Cython's own files are always newer."""
+    before = {path: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).digest()) for path in folder.rglob("*.c")}
+    yield
+    for path, (time_ns, digest) in before.items():
+        if path.exists() and hashlib.sha256(path.read_bytes()).digest() == digest:
+            os.utime(path, ns=(time_ns, time_ns))
 
 
 # ---- finding compilers

@@ -36,7 +36,8 @@ def extensions() -> list[Extension]:
         for path in sorted((ROOT / "tinyloop_py").glob("*.pyx"))
     ]  # fmt: skip
     build = "build/cython-debug" if DEBUG else "build/cython"
-    return cythonize(modules, build_dir=build, compiler_directives=DIRECTIVES, nthreads=build_native.n_cores())
+    with build_native.same_files_keep_their_time(ROOT / build):
+        return cythonize(modules, build_dir=build, compiler_directives=DIRECTIVES, nthreads=build_native.n_cores())
 
 
 class BuildEverything(build_ext):

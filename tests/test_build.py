@@ -245,6 +245,21 @@ def test_only_what_changed_is_built_anew(tree):
     assert built(TINYLOOP_CXXFLAGS="-g") == []
 
 
+def test_c_that_is_made_again_keeps_its_time_where_it_is_the_same(tmp_path):
+    same, other, gone, new = (tmp_path / "package" / f"{name}.c" for name in ("same", "other", "gone", "new"))
+    same.parent.mkdir()
+    for path in (same, other, gone):
+        path.write_text("old")
+        os.utime(path, ns=(1_000_000_000, 1_000_000_000))
+    with build_native.same_files_keep_their_time(tmp_path):
+        same.write_text("old")
+        other.write_text("new")
+        new.write_text("new")
+        gone.unlink()
+    assert same.stat().st_mtime_ns == 1_000_000_000
+    assert min(path.stat().st_mtime_ns for path in (other, new)) > 1_000_000_000
+
+
 def test_a_build_that_failed_is_taken_up_again(tree, capfd):
     env = environ(TINYLOOP_CUDA="off")
     build(tree, env)
