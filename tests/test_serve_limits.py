@@ -166,16 +166,28 @@ def test_health_is_503_while_loading_and_when_the_worker_is_killed():
         assert b"tinyloop_up 0.0" in ask(url, "/metrics").body
 
 
-def test_a_signal_lets_streams_finish_and_refuses_new_requests():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_streams_finish_and_refuses_new_requests(number):
     with server_process("--shutdown-grace", "300", "--max-seq-len", "2048") as (url, process):
         body = json.dumps({"model": NAME, "messages": HI, "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
         connection = raw(url, head_of(CHAT, body), keep=True)
         data = connection.recv(1000)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         while chunk := connection.recv(65536):
             data += chunk
         assert b"data: [DONE]" in data and b'"length"' in data
         assert process.wait(120) == 0
+
+
+def test_a_server_outlives_its_terminal_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the process inherits that
+    try:
+        with server_process() as (url, process):
+            signal.signal(signal.SIGHUP, before)
+            process.send_signal(signal.SIGHUP)
+            assert chat(url).status == 200 and "Shutting down" not in process.log.read_text()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_ends_streams_after_its_grace():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -34,6 +38,20 @@ class DrainingServer(uvicorn.Server):
         """Load, and listen."""
         await super().startup(sockets)
         self.service.listened = self.started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGHUP too, which a terminal that closes sends; not where it is ignored, as under nohup."""
+        number = getattr(signal, "SIGHUP", None)
+        with super().capture_signals():
+            if number is None or threading.current_thread() is not threading.main_thread() or signal.getsignal(number) is signal.SIG_IGN:
+                yield
+                return
+            before = signal.signal(number, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(number, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Ask for the end; a second time, for one without grace."""
