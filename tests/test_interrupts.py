@@ -16,6 +16,7 @@ from tinyloop_py.errors import BackendError
 from tinyloop_py.model_file import open_model_file
 
 GREEDY = {"temperature": 0.0, "stop_tokens": ()}
+pytestmark = pytest.mark.usefixtures("small_heap")
 CPU_ONLY = True  # what is tested here lies above the backends
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 from pool_fakes import Payload, Span, ids
@@ -279,4 +280,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine = pytest.mark.usefixtures("small_heap")(PoolMachine.TestCase)
