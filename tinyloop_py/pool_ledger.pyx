@@ -113,14 +113,18 @@ cdef class PoolLedger:
 
     cdef int add(self, PoolEntry entry) except -1:
         """Count a new entry, unpinned, which takes over the parts that others hold already; nothing has changed on an error."""
-        cdef Part part
+        cdef Part part, known
         self._clock += 1
         entry.serial = self._clock
         entry.rank = self._clock if self.by_use else entry.n_tokens
         try:
             for i in range(len(entry.parts)):
                 part = entry.parts[i]
-                entry.parts[i] = self._parts.setdefault(part.owner, part)
+                known = self._parts.get(part.owner)
+                if known is None:
+                    self._parts[part.owner] = part  # setdefault in Python 3.13.0 goes on where memory fails
+                else:
+                    entry.parts[i] = known
             PyList_Insert(self.order, self._n_before(entry), entry)
         except MemoryError:
             for part in entry.parts:
