@@ -91,7 +91,7 @@ TL_DEVICE float embedding_value(const Matrix &m, int row, int column) {
 
 TL_DEVICE float4 embedding_quad(const Matrix &m, int row, int i, float factor) {
   float v[4];
-#pragma unroll 1
+#pragma unroll
   for (int j = 0; j < 4; j++) v[j] = i + j < m.n_in ? embedding_value(m, row, i + j) * factor : 0.0f;
   return make_float4(v[0], v[1], v[2], v[3]);
 }

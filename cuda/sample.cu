@@ -18,7 +18,7 @@ constexpr int kListWanted = 512;  // most that a list is made for
 constexpr int kTopPWanted = 256;  // how many are first tried where only top_p filters
 constexpr float kUnit = 1099511627776.0f;  // 2^40
 
-struct Shared {
+struct alignas(16) Shared {
   uint64_t list[kListSize];  // falling
   unsigned long long reduced[kSampleThreads / 32];
   int32_t n_list;
@@ -137,13 +137,24 @@ TL_DEVICE float penalised(float z, float penalty) {
   return x == -INFINITY && z > -INFINITY ? -FLT_MAX : x;
 }
 
-// The row with bias and penalty, in `copy`, with a bitmap behind it; without either the row itself where `copy` is not wanted.
-TL_DEVICE const float *prepared_row(const tl_sampling &s, const float *logits, int n, float *copy, bool wanted) {
-  if (!wanted && !s.n_bias && s.repetition_penalty == 1.0f) return logits;
-  uint32_t *seen = (uint32_t *)(copy + n);
+// How many values of a row come in whole quads, which are read at once: all but the last few, or none where the row does not begin at one.
+TL_DEVICE int in_quads(const float *z, int n) { return (uint64_t)z % 16 ? 0 : n / 4 * 4; }
+
+TL_DEVICE void copy_row(float *copy, const float *logits, int n) {
+  const int n_quads = min(in_quads(logits, n), in_quads(copy, n));
 #pragma unroll 8
-  for (int i = threadIdx.x; i < n; i += kSampleThreads) copy[i] = logits[i];
-  if (!s.n_bias && s.repetition_penalty == 1.0f) return copy;  // each thread looks at its own
+  for (int i = threadIdx.x * 4; i < n_quads; i += kSampleThreads * 4) *(float4 *)(copy + i) = *(const float4 *)(logits + i);
+  for (int i = n_quads + threadIdx.x; i < n; i += kSampleThreads) copy[i] = logits[i];
+}
+
+// The row with bias and penalty, in `copy`, with a bitmap behind it; where it needs neither as it is, in `copy` if it is there already.
+TL_DEVICE const float *prepared_row(const tl_sampling &s, const float *logits, int n, float *copy, bool is_there) {
+  const bool as_it_is = !s.n_bias && s.repetition_penalty == 1.0f;
+  if (as_it_is && !is_there) return logits;
+  if (!is_there) copy_row(copy, logits, n);
+  __syncthreads();
+  if (as_it_is) return copy;
+  uint32_t *seen = (uint32_t *)(copy + n);
   for (int i = threadIdx.x; i < (n + 31) / 32; i += kSampleThreads) seen[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < s.n_bias; i += kSampleThreads) copy[s.bias_ids[i]] = copy[s.bias_ids[i]] + s.bias_values[i];
@@ -161,11 +172,19 @@ TL_DEVICE const float *prepared_row(const tl_sampling &s, const float *logits, i
 TL_DEVICE uint64_t own_best_key(const float *z, int n) {
   float best = -INFINITY;
   int at = -1;
+  const auto look = [&](float x, int i) {
+    if (x > best || at < 0 || (best != best && x == x)) best = x, at = i;
+  };
+  const int n_quads = in_quads(z, n);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < n; i += kSampleThreads) {
-    const float x = z[i];
-    if (x > best || at < 0) best = x, at = i;
+  for (int i = threadIdx.x * 4; i < n_quads; i += kSampleThreads * 4) {
+    const float4 x = *(const float4 *)(z + i);
+    look(x.x, i);
+    look(x.y, i + 1);
+    look(x.z, i + 2);
+    look(x.w, i + 3);
   }
+  for (int i = n_quads + threadIdx.x; i < n; i += kSampleThreads) look(z[i], i);
   return at < 0 ? 0 : key_of(best, at);
 }
 
@@ -245,15 +264,16 @@ TL_DEVICE int draw(const tl_sampling &asked, int position, const float *z, int n
   return id_of(maximum_of_all(drawn, s));
 }
 
-// Hands the drawn token on: to the host, and to the row's next step.
-TL_DEVICE void advance(const SampleArgs &a, int row, int position, int token) {
-  tl_decode &d = a.decode[row];
-  bool stops = --d.n_left <= 0;
+// Hands the drawn token on: to the host, and to the row's next step. `d`: the row's, read before.
+TL_DEVICE void advance(const SampleArgs &a, const tl_decode &d, int row, int position, int token) {
+  const int n_left = d.n_left - 1, serial = d.n_drawn + 1;
+  bool stops = n_left <= 0;
   for (int i = 0; i < d.n_stop; i++) stops = stops || d.stop[i] == token;
   if (d.history) d.history[position] = token;
   a.token[row] = token;
   a.pos[row] = stops ? -1 : position;
-  const int serial = ++d.n_drawn;
+  a.decode[row].n_left = n_left;
+  a.decode[row].n_drawn = serial;
   if (d.out) ((volatile uint64_t *)d.out)[(serial - 1) % d.out_size] = (uint64_t)(uint32_t)serial << 32 | (uint32_t)token;
 }
 
@@ -261,23 +281,20 @@ __global__ void __launch_bounds__(kSampleThreads) sample(const SampleArgs a) {
   Shared &s = *shared_memory<Shared>();
   let_next_kernel_start();
   wait_for_previous_kernel();
-  const int row = blockIdx.x;
-  tl_sampling asked = a.sampling ? a.sampling[row] : a.single;
-  int position = asked.position;
-  if (a.decode) {
-    const int pos = *(a.pos + row);
-    if (pos < 0) return;
-    position = pos + 1;
-    if (a.decode[row].history) asked.history = a.decode[row].history, asked.n_history = position;
-  }
+  const int row = blockIdx.x, pos = a.decode ? a.pos[row] : 0;
   const float *logits = a.logits + (int64_t)row * a.vocab_size;
   float *copy = a.row_in_shared ? (float *)(&s + 1) : a.work + row * sample_work_floats(a.vocab_size);
-  const float *z = prepared_row(asked, logits, a.vocab_size, copy, a.row_in_shared);
-  if (a.row_in_shared) __syncthreads();
-  const int token = draw(asked, position, z, a.vocab_size, s);
+  tl_sampling asked = a.sampling ? a.sampling[row] : a.single;
+  tl_decode decode = {};
+  if (a.decode) decode = a.decode[row];
+  if (a.row_in_shared) copy_row(copy, logits, a.vocab_size);  // while what is above is on its way
+  if (pos < 0) return;
+  const int position = a.decode ? pos + 1 : asked.position;
+  if (decode.history) asked.history = decode.history, asked.n_history = position;
+  const int token = draw(asked, position, prepared_row(asked, logits, a.vocab_size, copy, a.row_in_shared), a.vocab_size, s);
   if (threadIdx.x != 0) return;
   if (a.sampled) a.sampled[row] = token;
-  if (a.decode) advance(a, row, position, token);
+  if (a.decode) advance(a, decode, row, position, token);
 }
 
 }  // namespace
