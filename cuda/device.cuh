@@ -159,6 +159,11 @@ TL_DEVICE uint4 load_shared16(shared_t p) {
 TL_DEVICE void store_shared1(shared_t p, uint32_t v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
 TL_DEVICE void store_shared2(shared_t p, uint32_t v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(p), "h"((uint16_t)v) : "memory"); }
 TL_DEVICE void store_shared4(shared_t p, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
+// Where it is wanted, without a branch.
+TL_DEVICE void store_shared4_if(bool wanted, shared_t p, uint32_t v) {
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %0, 0;\n@wanted st.shared.u32 [%1], %2;\n}" ::"r"((uint32_t)wanted), "r"(p), "r"(v)
+               : "memory");
+}
 TL_DEVICE void store_shared8(shared_t p, float2 v) { asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(p), "f"(v.x), "f"(v.y) : "memory"); }
 TL_DEVICE void store_shared16(shared_t p, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

@@ -35,6 +35,7 @@ constexpr int kMinTasks = 8;  // fewer do not pay
 constexpr int kHoldSlots = kTeamsOfCta * kPagesOfChunk + (kWarps - kWarpsOfTeam) - (kPagesOfWarp - 1);
 // Slots that a CTA asks for before they are there. More would not make memory faster, but the words that CTAs wait for would queue behind them.
 constexpr int kInFlight = 5, kInFlightInt8 = 4;
+constexpr int kMergersOf = 3;  // of so many CTAs at most one merges in an attention, where the others are to be free for the next product
 constexpr uint64_t kCounterBytes = 256, kProgramsBytes = 1 << 20;
 static_assert(kMinSlots >= kWarps && kMinSlots > kInFlight, "see Ring");
 
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kStepThreads, 1) run_step(const StepArgs a) {
   const bool attends = a.rows.pos;
   const int pos = attends ? a.rows.pos[0] : 0;
   if (pos < 0) return;  // the row does nothing; no one would wait for its k and v either
-  const CtaPlace cta = {(int)blockIdx.x / a.shape.n_ranks, (int)blockIdx.x % a.shape.n_ranks};
+  const CtaPlace cta = place_of(a.shape, blockIdx.x);
   const AttentionMemory attention{shared + a.attention_at, nullptr, nullptr, 0};
   if (threadIdx.x == 0) {
     ring.init();
@@ -154,9 +155,16 @@ AttentionShape shape_of(const tl_plan &plan, int n_ctas) {
   const int most = is_quantised(plan.desc.kv_dtype) ? unit_queries<Codes<8>>() : unit_queries<F16>();
   s.n_units = s.n_kv_heads * ((s.group + most - 1) / most);
   s.n_ranks = std::min(kMaxRanks, std::max(1, n_ctas / s.n_units));
-  s.n_strides = n_ctas / s.n_ranks;
-  const int n_queries = std::min(s.group, most);
-  s.n_quads = is_quantised(plan.desc.kv_dtype) ? merged_head_quads(n_queries, s.head_pad, s.n_ranks) : merged_quads(n_queries, s.head_dim, s.n_ranks);
+  s.n_strides = std::min(s.n_units, n_ctas / s.n_ranks);
+  const int n_queries = std::min(s.group, most), n_quads = n_queries * s.head_dim / 4;
+  if (is_quantised(plan.desc.kv_dtype)) {
+    s.n_mergers = std::min(s.n_ranks, n_queries);
+    s.n_quads = merged_head_quads(n_queries, s.head_pad, s.n_ranks);
+  } else {
+    const int few = (n_quads + kWarps - 1) / kWarps;  // a quad a warp
+    s.n_mergers = few * s.n_units * kMergersOf <= n_ctas ? few : s.n_ranks;
+    s.n_quads = (n_quads + s.n_mergers - 1) / s.n_mergers;
+  }
   s.ranks_inverse = inverse_of(s.n_ranks);
   s.dims_inverse = inverse_of(s.head_dim / 4);
   return s;
@@ -211,12 +219,13 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
   if (!suits(plan) || !suits(parts)) return false;
   const int n_ctas = context.n_multiprocessors;
   uint8_t *words = plan.memory + plan.scratch.step + kCounterBytes + kProgramsBytes;
-  const Program program = program_of(parts, loops, n_ctas, Channels(parts, words, channel_nbytes(plan)));
+  const AttentionShape shape = shape_of(plan, n_ctas);
+  const Program program = program_of(parts, loops, n_ctas, shape.n_mergers * shape.n_strides, Channels(parts, words, channel_nbytes(plan)));
   if (program.tasks.empty() || program.order.n_tasks > kMaxTasks) return false;
   int operand = AttentionMemory::kBeforeBytes, partial = AttentionMemory::kBehindBytes;
   StepArgs a = {};
   a.in_flight = kInFlight;
-  a.shape = shape_of(plan, n_ctas);
+  a.shape = shape;
   for (const StepTask &t : program.tasks)
     if (!t.attends) {
       if (t.product.head.dtype == TL_INT8) a.in_flight = kInFlightInt8;
@@ -225,7 +234,7 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
     }
   int at = 0;
   const auto take = [&at](int nbytes) { return std::exchange(at, at + round_up(nbytes, 128)); };
-  a.tasks_at = take(kTaskRingBytes + 16 + 2 * kWarps * 4);
+  a.tasks_at = take(kTaskRingBytes + 16 + kNormPartials * kWarps * 4);
   a.operand_at = take(operand);
   a.partial_at = take(partial);
   a.attention_at = take(attention_nbytes(a.shape));
@@ -244,12 +253,12 @@ bool launch_step(const Launcher &launcher, tl_plan &plan, const std::vector<Step
     if (part.attends) a.rows = part.attend.place.rows;
   a.counter = (unsigned long long *)(plan.memory + plan.scratch.step);
   a.states = words + kMaxChannels * channel_nbytes(plan);
-  const Shape shape{dim3(n_ctas), kStepThreads, ring + at, 1, true};
+  const Shape launched{dim3(n_ctas), kStepThreads, ring + at, 1, true};
   switch (plan.desc.kv_dtype) {
-    case TL_BF16: launcher.launch(run_step<Bf16>, shape, a); break;
-    case TL_F16: launcher.launch(run_step<F16>, shape, a); break;
-    case TL_INT8: launcher.launch(run_step<Codes<8>>, shape, a); break;
-    default: launcher.launch(run_step<Codes<4>>, shape, a);
+    case TL_BF16: launcher.launch(run_step<Bf16>, launched, a); break;
+    case TL_F16: launcher.launch(run_step<F16>, launched, a); break;
+    case TL_INT8: launcher.launch(run_step<Codes<8>>, launched, a); break;
+    default: launcher.launch(run_step<Codes<4>>, launched, a);
   }
   return true;
 }

@@ -96,12 +96,13 @@ TL_DEVICE TeamLane lane_of(const AttentionShape &shape, const Unit &u, const Att
           m.p() + lane};
 }
 
-// A chunk's state for all queries of the unit, to whoever merges it. By a team.
+// A chunk's state for all queries of the unit, to whoever merges it. By a team, which may know that its pages are there.
 template <class Kv>
-TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, const Keys &keys, int pos) {
+TL_DEVICE void attend_chunk(const TeamLane &me, const AttentionMemory &m, const Ring &ring, const TeamChunk &c, bool are_there, const Keys &keys,
+                            int pos) {
   const int w = me.w, lane = me.lane;
   float s[kPagesOfWarp][2][4], top[2] = {0.0f, 0.0f};
-  wait_for_pages(ring, c);
+  if (!are_there) wait_for_pages(ring, c);
   if (c.inserted >= 0) {
     const shared_t page = (c.inserted ? c.k[kPagesOfWarp - 1] : c.k[0]) - lane * 16;
     static_assert(kPagesOfWarp == 2, "one page or the other");
@@ -223,7 +224,7 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     const MergeShare share = is_first ? plan.share : merge_share<Kv>(shape, u);
     const int n_heads = u.n_queries + (owns ? 2 : 0);
     HeadWords head;
-    ask_head(head, a, shape, u, hand, hand.warp(), hand.warp() < n_heads);
+    ask_head(head, a, shape, u, hand, first_head(hand), first_head(hand) < n_heads);
     const TeamLane me = lane_of(shape, u, m, hand, a.scale);
     // A team's next chunk: one of the CTA's first kTeamsOfCta, and every kTeamsOfCta-th from there on.
     TeamChunk c = {};
@@ -234,9 +235,12 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
     };
     skip(team);
     if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
-    const Quad first_quad = quad_of(shape, u, share.first + hand.warp());
+    Quad first_quad = {};
+    if (hand.warp() < share.n_mine) first_quad = quad_of(shape, u, share.first + hand.warp());
     if (!is_first) meet();  // no one reads the unit before any more
     place_heads<Kv>(t, a, shape, u, m, hand, head, page, pos % TL_PAGE_POSITIONS, n_heads);
+    bool are_there = !Kv::kQuantised && chunk < chunks.end;
+    if (are_there) wait_for_pages(ring, c);  // while other warps wait for heads
     meet();
     // A span is merged behind the next one's chunks: then its states are there. Where there are more chunks than places for states, a CTA whose
     // chunk of span n takes a place of span n - 8 must not be ahead of those who merge that one. Its threads meet behind every second span, so
@@ -253,7 +257,8 @@ TL_DEVICE void run_attention(const StepAttention &t, const AttentionShape &shape
         if constexpr (Kv::kQuantised)
           attend_code_chunk<Kv>(me, m, ring, c, keys, pos);
         else
-          attend_chunk<Kv>(me, m, ring, c, keys, pos);
+          attend_chunk<Kv>(me, m, ring, c, are_there, keys, pos);
+        are_there = false;
         skip(kTeamsOfCta);
         if (chunk < chunks.end) find_chunk(c, u, m, hand, ring, base, shape.k_nbytes, keys, chunk, pos);
       }

@@ -34,6 +34,9 @@ TL_DEVICE void ask_head(HeadWords &h, const AttentionHead &t, const AttentionSha
   ask_words(h.word, h.count, [&](int j) { return h.at(j); });
 }
 
+// Which of a unit's heads is a warp's first one. The last warps begin: the others have key chunks to look for.
+TL_DEVICE int first_head(const Handover &hand) { return kWarps - 1 - hand.warp(); }
+
 // Of codes, in step_attend_codes.cuh.
 template <class Kv>
 TL_DEVICE void place_codes(const AttentionShape &shape, const AttentionMemory &m, const float *v, int lane, int i, int part, uint8_t *page, int slot);
@@ -48,7 +51,7 @@ TL_DEVICE void place_heads(const StepAttention &t, const AttentionHead &a, const
   const uint64_t flag = hand.flag - a.qkv.back;
   float *raw = m.raw(), *v = m.head();
 #pragma unroll 1
-  for (int i = hand.warp(); i < n_heads;) {
+  for (int i = first_head(hand); i < n_heads;) {
     const int part = h.part;
     const float *norm = part > 0 || a.qk_norm == TL_QK_NORM_NONE ? nullptr : part ? p.q_norm : p.k_norm;
     PairIndex at[kStepPairs];

@@ -36,8 +36,6 @@ struct AttentionMemory {
   TL_DEVICE_MEMBER float4 *state() const { return (float4 *)(behind + kState) + warp * 32; }  // l, and the factors of what is there and of the chunk
 };
 
-// Quads of a unit that each of its CTAs merges.
-TL_BOTH int merged_quads(int n_queries, int head_dim, int n_ranks) { return (n_queries * head_dim / 4 + n_ranks - 1) / n_ranks; }
 // Of codes, queries of a unit that one of its CTAs merges: every n_ranks-th, from `rank` on (step_merge_codes.cuh).
 TL_BOTH int merged_heads(int n_queries, int rank, int n_ranks) { return (n_queries - rank + n_ranks - 1) / n_ranks; }
 
@@ -88,8 +86,8 @@ struct MergeShare {
 template <class Kv>
 TL_DEVICE MergeShare merge_share(const AttentionShape &shape, const Unit &u) {
   if (Kv::kQuantised) return {merged_heads(u.n_queries, u.rank, shape.n_ranks), u.rank};
-  const int n_quads = merged_quads(u.n_queries, shape.head_dim, shape.n_ranks), first = u.rank * n_quads;
-  return {min(n_quads, u.n_queries * (shape.head_dim / 4) - first), first};
+  const int n_quads = u.n_queries * (shape.head_dim / 4), each = (n_quads + shape.n_mergers - 1) / shape.n_mergers, first = u.rank * each;
+  return {min(each, n_quads - first), first};
 }
 
 // All that a CTA works out for its first unit before a step begins; kept in shared memory.
@@ -126,6 +124,7 @@ struct Total {
 // Merges the span's chunks begin .. end - 1 of a quad into its total. By a warp: lanes are chunks, then the first four are the dims. A chunk
 // that is not there changes nothing, no zero's sign either: 1 x + 0 (-0).
 TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover &hand, const Quad &quad, int chunk_bytes, int begin, int end) {
+  constexpr int kGroups = 32 / TL_CHUNK_GROUP;
   const int lane = hand.lane();
   float4 *const state = m.state(), *const o = m.o();
   const float *const dim = (const float *)o + lane % 4;
@@ -148,27 +147,29 @@ TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover
     state[lane] = alive ? make_float4(high_float(word[0]), own_factors.earlier, own_factors.later, 0.0f) : make_float4(0.0f, 1.0f, -0.0f, 0.0f);
     o[lane] = make_float4(low_float(word[1]), high_float(word[1]), low_float(word[2]), high_float(word[2]));
     __syncwarp();
+    // A group's chunks in order, by four lanes; then the groups in order, by all.
+    const int own_group = lane / 4 % kGroups * TL_CHUNK_GROUP;
+    float sum = 0.0f, l = 0.0f;
 #pragma unroll 1
-    for (int group = 0; group < 32; group += TL_CHUNK_GROUP) {
-      const float group_m = __shfl_sync(0xffffffffu, top, group + TL_CHUNK_GROUP - 1);
-      if (some + group >= end || some + group + TL_CHUNK_GROUP <= begin) continue;
-      float sum = 0.0f, l = 0.0f;
-#pragma unroll 1
-      for (int c = group; c < group + TL_CHUNK_GROUP && some + c < end; c += 8) {
-        float4 factors[8];
-        float values[8];
+    for (int c = 0; c < TL_CHUNK_GROUP && some + c < end; c += 8) {
+      float4 factors[8];
+      float values[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) factors[j] = state[c + j], values[j] = dim[4 * (c + j)];
+      for (int j = 0; j < 8; j++) factors[j] = state[own_group + c + j], values[j] = dim[4 * (own_group + c + j)];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-          l = merge_value(l, factors[j].x, {factors[j].y, factors[j].z});
-          sum = merge_value(sum, values[j], {factors[j].y, factors[j].z});
-        }
+      for (int j = 0; j < 8; j++) {
+        l = merge_value(l, factors[j].x, {factors[j].y, factors[j].z});
+        sum = merge_value(sum, values[j], {factors[j].y, factors[j].z});
       }
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; group++) {
+      const float group_m = __shfl_sync(0xffffffffu, top, (group + 1) * TL_CHUNK_GROUP - 1),
+                  group_l = __shfl_sync(0xffffffffu, l, group * 4 + lane % 4), group_o = __shfl_sync(0xffffffffu, sum, group * 4 + lane % 4);
       if (group_m == kMasked) continue;
       const MergeFactors f = merge_factors(total.m, group_m);
-      total.l = merge_value(total.l, l, f);
-      total.o = merge_value(total.o, sum, f);
+      total.l = merge_value(total.l, group_l, f);
+      total.o = merge_value(total.o, group_o, f);
       total.m = fmaxf(total.m, group_m);
     }
     __syncwarp();
@@ -179,10 +180,8 @@ TL_DEVICE void merge_span(Total &total, const AttentionMemory &m, const Handover
 // not be behind.
 TL_DEVICE void follow_span(const Unit &u, const Handover &hand, int begin, int end) {
 #pragma unroll 1
-  for (int chunk = begin + hand.thread; chunk < end; chunk += kThreads) {
-    uint64_t word[1];
-    await_words(word, 1, state_flag(hand, chunk), [&](int) { return u.states + chunk % kHeldChunks * u.chunk_bytes; });
-  }
+  for (int chunk = begin + hand.thread; chunk < end; chunk += kThreads)
+    await_word(u.states + chunk % kHeldChunks * u.chunk_bytes, state_flag(hand, chunk));
 }
 
 // O / l of a quad, to the operand of the next product, after the last one the padding. By the warp that merged it.

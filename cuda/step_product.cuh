@@ -17,7 +17,7 @@ TL_BOTH int sums_stride(int n_chunks) { return round_up(n_chunks, 4); }
 // What a thread needs to finish an output besides its sums: found before it waits for the row.
 struct Output {
   bool exists, has_bias;
-  int stride;          // chunks that a row has room for among the sums, a multiple of four: those behind the last one are zero
+  int stride;          // chunks that a row has room for among the sums, a multiple of four: what is behind the last one is zero
   shared_t sums;       // of its chunks; of the panel after it, where gated, a panel further
   float scale[2], bias[2], addend;
   uint8_t *words;      // that this thread hands on, or NULL
@@ -68,51 +68,49 @@ TL_DEVICE Output output_of(const StepProduct &t, const ProductHead &h, const Ste
   return o;
 }
 
-// Clears what an output's sums have room for behind the last one: once no one finishes an earlier task or round any more.
-TL_DEVICE void clear_rest(const Output &o, const ProductHead &h) {
-  if (!o.exists) return;
-#pragma unroll
-  for (int c = 0; c < 3; c++)
-    if (h.n_chunks + c < o.stride) {
-      store_shared4(o.sums + (h.n_chunks + c) * 4, 0);
-      if (h.unit_panels == 2) store_shared4(o.sums + (kPanelRows * o.stride + h.n_chunks + c) * 4, 0);
-    }
-}
-
 TL_DEVICE float addend_of(const Output &o, int lane) {
   if (!o.at) return o.addend;
-  uint64_t word[1] = {o.early.data};
-  if (o.early.flag != o.flag) await_words(word, 1, o.flag, [&](int) { return o.at; });
-  return lane % 2 ? high_float(word[0]) : low_float(word[0]);
+  const uint64_t word = o.early.flag == o.flag ? o.early.data : await_word(o.at, o.flag);
+  return lane % 2 ? high_float(word) : low_float(word);
 }
 
-// Sum of an output's chunks, in order. Nothing changes it by adding zero: it is never a negative one.
-TL_DEVICE float sum_chunks(shared_t sums, int stride) {
-  float y = 0.0f;
-#pragma unroll 1
-  for (int c = 0; c < stride; c += 8) {
-    const uint4 a = load_shared16(sums + c * 4), b = c + 4 < stride ? load_shared16(sums + c * 4 + 16) : make_uint4(0, 0, 0, 0);
-    y = (((y + bits_float(a.x)) + bits_float(a.y)) + bits_float(a.z)) + bits_float(a.w);
-    y = (((y + bits_float(b.x)) + bits_float(b.y)) + bits_float(b.z)) + bits_float(b.w);
-  }
-  return y;
-}
+TL_DEVICE float add_four(float y, const uint4 &a) { return (((y + bits_float(a.x)) + bits_float(a.y)) + bits_float(a.z)) + bits_float(a.w); }
 
+// Sums of an output's chunks, in order, and where gated of those of the panel behind it. Nothing changes them by adding zero: they are never a
+// negative one.
 template <bool kScaled>
-TL_DEVICE float finished_sum(const Output &o, int i) {
-  float y = sum_chunks(o.sums + i * kPanelRows * o.stride * 4, o.stride);
-  if (kScaled) y = y * o.scale[i];
-  return o.has_bias ? y + o.bias[i] : y;
+TL_DEVICE void sum_chunks(float (&y)[2], const Output &o, bool gated) {
+  const shared_t further = o.sums + kPanelRows * o.stride * 4;
+  y[0] = y[1] = 0.0f;
+#pragma unroll 1
+  for (int c = 0; c < o.stride; c += 8) {
+    uint4 part[4] = {};
+    const bool more = c + 4 < o.stride;
+    part[0] = load_shared16(o.sums + c * 4);
+    if (more) part[1] = load_shared16(o.sums + c * 4 + 16);
+    if (gated) part[2] = load_shared16(further + c * 4);
+    if (gated && more) part[3] = load_shared16(further + c * 4 + 16);
+    y[0] = add_four(add_four(y[0], part[0]), part[1]);
+    y[1] = add_four(add_four(y[1], part[2]), part[3]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (kScaled) y[i] = y[i] * o.scale[i];
+    if (o.has_bias) y[i] = y[i] + o.bias[i];
+  }
 }
 
 // Stores each thread's output; neighbouring lanes hand on theirs together, two floats or four operands a word. By whole warps.
 template <bool kScaled>
 TL_DEVICE void finish(const Output &o, const StepProduct &t, const ProductHead &h, const Handover &hand) {
   const int lane = hand.lane(), kind = h.kind;
-  float y = finished_sum<kScaled>(o, 0);
+  const bool gated = h.unit_panels == 2;
+  float sum[2];
+  sum_chunks<kScaled>(sum, o, gated);
+  float y = sum[0];
   if (kind == kActivate) {
-    y = activate(h.act, y);
-    if (h.unit_panels == 2) y = y * finished_sum<kScaled>(o, 1);
+    y = h.act == TL_ACT_SILU ? silu(y) : activate(h.act, y);
+    if (gated) y = y * sum[1];
     const uint32_t pair = pack_pair(h.out_dtype, y, __shfl_sync(0xffffffffu, y, lane + 1)), other = __shfl_sync(0xffffffffu, pair, lane + 2);
     if (o.words) store_flagged(o.words, (uint64_t)other << 32 | pair, hand.flag);
     if (o.operand) put_four(o.operand, pair, other);
@@ -123,6 +121,7 @@ TL_DEVICE void finish(const Output &o, const StepProduct &t, const ProductHead &
     return;
   }
   if (kind == kAddToRows && o.exists) y = addend_of(o, lane) + y;
+  __syncwarp();
   const float next = __shfl_sync(0xffffffffu, y, lane + 1);
   if (o.words) store_flagged(o.words, two_floats(y, next), hand.flag);
   if (o.out) *o.out = y;
@@ -159,26 +158,40 @@ TL_DEVICE void sum_part(float (&d)[Chunks<W>::kChunks][4], const StepProduct &t,
   }
 }
 
-// Leaves an item's sums and goes to the warp's next one.
+// Where a lane leaves the sums of an item's chunks, found before they are there: lanes 0, 4, ... rows lane / 4 and lane / 4 + 8. Behind the last
+// chunk the lanes after them leave zeros.
 template <class W>
-TL_DEVICE void leave_item(const float (&d)[Chunks<W>::kChunks][4], const Ring &ring, Items &items, int begin, float *sums, int stride, int lane) {
-  const int chunk = items.part * Chunks<W>::kChunks;
-  float *to = sums + (items.panel - begin) * kPanelRows * stride + chunk;
+struct ItemPlace {
+  shared_t to;
+  int stride, behind;
+  int left, room;  // chunks from the item's first one on; places for the last one and what is behind it
+  TL_DEVICE_MEMBER ItemPlace(const Items &items, int begin, shared_t sums, int stride, int lane) : stride(stride), behind(lane % 4) {
+    const int chunk = items.part * Chunks<W>::kChunks;
+    left = items.n_chunks - chunk;
+    room = stride - items.n_chunks + 1;
+    to = sums + ((items.panel - begin) * kPanelRows * stride + chunk + behind) * 4;
+    work_out(to);
+  }
+  TL_DEVICE_MEMBER void leave(const float (&d)[Chunks<W>::kChunks][4]) const {
 #pragma unroll
-  for (int c = 0; c < Chunks<W>::kChunks; c++)
-    if (lane % 4 == 0 && chunk + c < items.n_chunks) to[c] = d[c][0], to[8 * stride + c] = d[c][2];
-  items.advance(kWarps, ring);
-}
+    for (int c = 0; c < Chunks<W>::kChunks; c++) {
+      const int lanes = left - c == 1 ? room : left > c;
+      store_shared4_if(behind < lanes, to + c * 4, behind ? 0 : float_bits(d[c][0]));
+      store_shared4_if(behind < lanes, to + (8 * stride + c) * 4, behind ? 0 : float_bits(d[c][2]));
+    }
+  }
+};
 
 // This warp's items of the panels before `end`: the sums of their chunks, those of panel `begin` first in `sums`.
 template <class W>
-TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, int begin, int end, int first_panel, float *sums, int stride, int lane,
-                         shared_t right, bool groups) {
+TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, int begin, int end, int first_panel, shared_t sums, int stride,
+                         int lane, shared_t right, bool groups) {
   using C = Chunks<W>;
   // A warp that waits for an item has read the one eight before: the ring holds as many, so no slot is two uses behind.
 #pragma unroll 1
   while (items.panel < end) {
     float d[C::kChunks][4] = {};
+    const ItemPlace<W> place(items, begin, sums, stride, lane);
     const shared_t left = ring.wait(items.at) + lane * W::kLaneBytes;
     if (!groups && items.n_blocks - items.part * C::kBlocks >= C::kBlocks)
       C::multiply(d, left, right + items.part * C::kBlocks * 32);
@@ -186,8 +199,33 @@ TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, i
       sum_part<W>(d, t, items, left, right, first_panel);
     __syncwarp();
     if (lane == 0) ring.free(items.at, kArrivals);
-    leave_item<W>(d, ring, items, begin, sums, stride, lane);
+    place.leave(d);
+    items.advance(kWarps, ring);
   }
+}
+
+// The sums of the item that a warp holds, and beside them those of its next one, where that is whole and there.
+template <class W>
+TL_DEVICE void sum_held(const HeldChunks<W> &held, const Ring &ring, Items &items, int end, shared_t sums, int stride, int lane, shared_t right) {
+  using C = Chunks<W>;
+  float d[C::kChunks][4] = {};
+  const ItemPlace<W> place(items, 0, sums, stride, lane);
+  const shared_t held_right = right + items.part * C::kBlocks * 32;
+  items.advance(kWarps, ring);
+  if constexpr (!W::kInt8) {
+    if (items.panel < end && items.n_blocks - items.part * C::kBlocks >= C::kBlocks && ring.is_there(items.at)) {
+      float next[C::kChunks][4] = {};
+      const ItemPlace<W> next_place(items, 0, sums, stride, lane);
+      held.multiply_beside(d[0], held_right, next[0], ring.address(items.at) + lane * W::kLaneBytes, right + items.part * C::kBlocks * 32);
+      __syncwarp();
+      if (lane == 0) ring.free(items.at, kArrivals);
+      place.leave(d);
+      next_place.leave(next);
+      return items.advance(kWarps, ring);
+    }
+  }
+  held.multiply(d, held_right);
+  place.leave(d);
 }
 
 // The CTA's share of a product, its weights of type W. `settle` is called when all threads are in this task. `may_hold`: whether a warp may look
@@ -195,33 +233,31 @@ TL_DEVICE void sum_items(const StepProduct &t, const Ring &ring, Items &items, i
 template <class W, class Settle>
 TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepMemory &m, const Handover &hand, const Ring &ring,
                          const CtaShare &share, Items &items, bool may_hold, const Settle &settle) {
-  const int lane = hand.lane(), first_unit = hand.warp() * 2 * h.unit_panels;  // a warp finishes two
+  const int lane = hand.lane(), first_unit = hand.warp() * 2 * h.unit_panels, stride = sums_stride(h.n_chunks);  // a warp finishes two units
   const bool groups = W::kInt8 && h.groups;
   const shared_t right = shared_of(m.operand) + lane % 4 * 8;
-  Output o = output_of(t, h, m, hand, share, 0);
-  float *const sums = m.partial + lane / 4 * o.stride;
+  const shared_t sums = shared_of(m.partial) + lane / 4 * stride * 4;
   int begin = 0, end = min(h.round_panels, share.n_panels);
-  // The warp's first item comes to registers where it is there: the ring has room again while the CTA waits for its row.
+  Output o;
   HeldChunks<W> held = {};
   const bool is_whole = items.panel < end && !groups && items.n_blocks - items.part * Chunks<W>::kBlocks >= Chunks<W>::kBlocks;
-  const bool holds = may_hold && is_whole && ring.is_there(items.at);
-  if (holds) {
+  bool holds = false;
+  // While the row is on its way. The warp's first item comes to registers where it is there, so that the ring has room again.
+  const auto meanwhile = [&] {
+    o = output_of(t, h, m, hand, share, 0);
+    holds = may_hold && is_whole && ring.is_there(items.at);
+    if (!holds) return;
     held.load(ring.address(items.at) + lane * W::kLaneBytes);
     __syncwarp();
     if (lane == 0) ring.free(items.at, kArrivals);
-  }
+  };
   if (h.n_ops)
-    run_step_program<typename W::Op>(t, h, m, hand);
+    run_step_program<typename W::Op>(t, h, m, hand, meanwhile);
   else
-    take_operand(t, h, m, hand);
+    take_operand(t, h, m, hand, meanwhile);
   meet();
-  if (o.stride != h.n_chunks) clear_rest(o, h);
-  if (holds) {
-    float d[Chunks<W>::kChunks][4] = {};
-    held.multiply(d, right + items.part * Chunks<W>::kBlocks * 32);
-    leave_item<W>(d, ring, items, 0, sums, o.stride, lane);
-  }
-  sum_items<W>(t, ring, items, 0, end, share.first_panel, sums, o.stride, lane, right, groups);
+  if (holds) sum_held<W>(held, ring, items, end, sums, stride, lane, right);
+  sum_items<W>(t, ring, items, 0, end, share.first_panel, sums, stride, lane, right, groups);
   meet();
   if (first_unit < end) finish<W::kInt8>(o, t, h, hand);
   settle();
@@ -231,8 +267,7 @@ TL_DEVICE void run_share(const StepProduct &t, const ProductHead &h, const StepM
     end = min(begin + h.round_panels, share.n_panels);
     meet();
     o = output_of(t, h, m, hand, share, begin);
-    clear_rest(o, h);
-    sum_items<W>(t, ring, items, begin, end, share.first_panel, sums, o.stride, lane, right, groups);
+    sum_items<W>(t, ring, items, begin, end, share.first_panel, sums, stride, lane, right, groups);
     meet();
     if (first_unit < end - begin) finish<W::kInt8>(o, t, h, hand);
   }

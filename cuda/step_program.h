@@ -66,30 +66,58 @@ inline void put_program(StepProduct &p, const RowProgram &program, int n, Channe
   for (int o = 1; o < program.n_ops; o++) {
     const RowOp &op = program.op[o];
     p.op[o] = {op.p, op.kind, kMemory};
+    if (op.kind == kRowNorm && o == program.n_ops - 1) {
+      p.last_norm = op.p;
+      break;
+    }
     h.kinds |= (uint32_t)op.kind << kKindBits * (o - 1);
-    if (op.kind == kRowNorm && p.n_early_norms < kEarlyNorms) p.early_norm[p.n_early_norms++] = op.p;
+    if (op.kind == kRowNorm && !p.first_norm) p.first_norm = op.p;
     if (op.kind == kRowLoad || op.kind == kRowAdd) p.op[o].channel = channels.from(op.p, n);
     if (op.kind == kRowAdd && !h.early && (!p.op[o].channel.words || p.op[o].channel.back > 1)) h.early = o;
   }
 }
 
-inline StepTask product_of(const GemvArgs &g, int n, int n_ctas, Channels &channels) {
+// How many CTAs a task keeps to its end, and the first one behind them.
+struct Kept {
+  int next, n;
+};
+
+// Whoever ends a task is late for the next one: what it has to set up takes longer than words do. So a product begins with the CTA behind those
+// that the task before kept, and is left to the others where they are enough: where none of their warps has more than one item, or two, which it
+// multiplies side by side, if many would be late.
+constexpr int kManyOf = 5;  // of so many CTAs one
+inline void place_product(ProductHead &h, int n_units, int n_ctas, Kept &kept) {
+  const int n_free = n_ctas - kept.n;
+  const auto enough = [&](int items) {  // CTAs for so many items a warp
+    const int each = std::max(1, items * kWarps / (h.unit_panels * h.n_items));
+    return (n_units + each - 1) / each;
+  };
+  h.first_cta = kept.next;
+  h.n_ctas = std::min(n_units, n_ctas);
+  if (enough(1) <= n_free)
+    h.n_ctas = enough(1);
+  else if (h.dtype != TL_INT8 && kept.n * kManyOf >= n_ctas && enough(2) <= n_free)
+    h.n_ctas = std::min(n_units, n_free);
+  h.units_each = n_units / h.n_ctas;
+  h.units_more = n_units % h.n_ctas;
+  kept = {(h.first_cta + h.n_ctas) % n_ctas, h.n_ctas};
+}
+
+inline StepTask product_of(const GemvArgs &g, int n, int n_ctas, Kept &kept, Channels &channels) {
   StepTask task;
   memset((void *)&task, 0, sizeof task);  // compared byte by byte
   StepProduct &p = task.product;
   ProductHead &h = p.head;
   const int n_units = g.weight.n_out / kPanelRows / g.unit_panels;
   h.unit_panels = g.unit_panels;
-  h.n_ctas = std::min(n_units, n_ctas);
-  h.units_each = n_units / h.n_ctas;
-  h.units_more = n_units % h.n_ctas;
   h.n_blocks = pad16(g.weight.n_in) / 16;
   h.n_chunks = (h.n_blocks * 16 + TL_K_CHUNK - 1) / TL_K_CHUNK;
   p.item_chunks = g.weight.dtype == TL_INT8 ? 2 : 1;
   h.n_items = (h.n_chunks + p.item_chunks - 1) / p.item_chunks;
   h.items_inverse = inverse_of(h.n_items);
-  h.round_panels = std::min(h.units_each + (h.units_more > 0), kRoundUnits) * g.unit_panels;
   h.dtype = g.weight.dtype;
+  place_product(h, n_units, n_ctas, kept);
+  h.round_panels = std::min(h.units_each + (h.units_more > 0), kRoundUnits) * g.unit_panels;
   h.groups = g.weight.dtype == TL_INT8 && g.weight.group_size;
   h.kind = g.epilogue.kind;
   h.act = g.epilogue.act;
@@ -150,12 +178,15 @@ struct Program {
 };
 
 // The tasks. Loops after the first that are the one before again, or the one before that (rows take turns between two places), are kept
-// once. `loops`: where in the parts each core loop begins and the last one ends. None where too many rows go from task to task.
-inline Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &loops, int n_ctas, Channels channels) {
+// once. `loops`: where in the parts each core loop begins and the last one ends; `n_mergers`: CTAs, the first ones, that end an attention. None
+// where too many rows go from task to task.
+inline Program program_of(const std::vector<StepPart> &parts, const std::vector<int> &loops, int n_ctas, int n_mergers, Channels channels) {
   Program p;
+  Kept kept = {0, 0};
   for (const StepPart &part : parts) {
     const int n = (int)p.tasks.size();
-    p.tasks.push_back(part.attends ? attention_of(part.attend, n, channels) : product_of(part.gemv, n, n_ctas, channels));
+    p.tasks.push_back(part.attends ? attention_of(part.attend, n, channels) : product_of(part.gemv, n, n_ctas, kept, channels));
+    if (part.attends) kept = {n_mergers % n_ctas, n_mergers};
   }
   if (channels.full()) return {};
   p.order = {(int32_t)p.tasks.size(), 0, 1, 0, 0};

@@ -10,7 +10,6 @@ namespace tl {
 constexpr int kMaxChannels = 8;
 constexpr int kKindBits = 4, kMaxStepOps = 8;  // of an operation of a row program, whose kinds are a word
 constexpr int kStepQuads = 2;           // of a thread: rows of up to 2,048 floats
-constexpr int kEarlyNorms = 2;          // of a program, whose weights are read ahead
 constexpr int kSpanChunks = 32;         // key chunks whose states a unit of attention merges at a time; whole groups
 constexpr int kHeldChunks = 8 * kSpanChunks;  // chunks whose states have a place of their own: see run_attention
 constexpr int kMaxRanks = kSpanChunks;  // CTAs of a unit: each has a chunk in a whole span
@@ -23,8 +22,8 @@ struct Channel {
 };
 constexpr Channel kMemory = {nullptr, 0};
 
-// Bytes from a channel's word to the next one. A word takes 16.
-constexpr int kWordStride = 16;
+// Bytes from a channel's word to the next one. A word takes 16; it has a sector of L2 to itself.
+constexpr int kWordStride = 32;
 // Where the word with floats 2 word and 2 word + 1 of a row lies: the first words of 32 quads, then the second ones, so that a warp whose lanes
 // read a quad each reads what lies side by side.
 TL_BOTH int row_word_at(int word) { return (word / 64 * 64 + word % 2 * 32 + word % 64 / 2) * kWordStride; }
@@ -47,7 +46,7 @@ struct StepOp {  // of RowProgram; the first one loads
 struct alignas(16) ProductHead {
   int32_t unit_panels;             // panels that stay together: 2 where gated
   int32_t units_each, units_more;  // units of every CTA, and CTAs that have one more
-  int32_t n_ctas;                  // that have a share
+  int32_t first_cta, n_ctas;       // that have a share, the first CTA behind the last one
   int32_t n_chunks, n_blocks;      // of a panel
   int32_t n_items;                 // items of a panel in the stream
   uint32_t items_inverse;
@@ -55,7 +54,7 @@ struct alignas(16) ProductHead {
   int32_t dtype, kind;             // of the weights and of the epilogue
   int32_t act, out_dtype;          // of an activation
   int32_t dim, n_ops, early;       // of the program: values, operations, and the one among them whose row is there early, or 0
-  uint32_t kinds;                  // of the operations after the first, kKindBits each
+  uint32_t kinds;                  // of the operations after the first, kKindBits each, but for a norm at the end
   int32_t groups;                  // whether groups of columns have scales
   Channel row, addend;             // the operand, or what the program loads
   uint8_t *words;                  // of the outputs, or NULL
@@ -66,8 +65,7 @@ struct StepProduct {
   ProductHead head;
   float eps;
   int32_t item_chunks;  // of an item of the stream
-  int32_t n_early_norms;
-  const float *early_norm[kEarlyNorms];
+  const float *first_norm, *last_norm;  // weights that are read ahead: of the first norm, and of one at the end; NULL: there is none
   const float *tail;    // appended to the operand: (dim,), or NULL
   StepOp op[kMaxStepOps];
   Matrix weight;
@@ -83,7 +81,8 @@ struct AttentionShape {
   float turn_scale;
   int32_t n_units, n_ranks;  // KV heads with up to unit_queries queries; CTAs of each
   int32_t n_strides;         // units that are worked on at once
-  int32_t n_quads;           // quads of dims that a CTA merges of a unit
+  int32_t n_mergers;         // of a unit's CTAs, the first ones, that merge
+  int32_t n_quads;           // quads of dims that one of them merges
   uint32_t ranks_inverse, dims_inverse;  // of n_ranks, and of head_dim / 4
 };
 
@@ -126,13 +125,18 @@ struct StepOrder {
   }
 };
 
-// Which unit of every attention a CTA works on first, and as which of its CTAs.
+// Which unit of every attention a CTA works on first, and as which of its CTAs: first come all that merge. No unit for those that are left.
 struct CtaPlace {
   int unit, rank;
 };
+TL_DEVICE CtaPlace place_of(const AttentionShape &shape, int cta) {
+  const int rank = cta / shape.n_strides;
+  return {rank < shape.n_ranks ? cta - rank * shape.n_strides : shape.n_units, rank};
+}
 
 TL_DEVICE CtaShare share_of(const ProductHead &p, int cta) {
-  return cta < p.n_ctas ? share_of(cta, p.units_each, p.units_more, p.unit_panels) : CtaShare{0, 0};
+  const int behind = cta - p.first_cta, place = behind < 0 ? behind + (int)gridDim.x : behind;
+  return place < p.n_ctas ? share_of(place, p.units_each, p.units_more, p.unit_panels) : CtaShare{0, 0};
 }
 
 // The key chunks of a unit, and the pages of one of them that are read: `first` and those after it.

@@ -51,20 +51,32 @@ TL_DEVICE bool are_missing(const Flagged (&w)[n], int count, uint64_t flag) {
   for (int i = 0; i < n; i++) missing |= i < count && w[i].flag != flag;
   return missing;
 }
-// While one is missing all are asked for again: were it those alone, each would wait for the one before, as the compiler copies their flags.
+// By whole warps. While one is missing all are asked for again: were it those alone, each would wait for the one before, as the compiler copies
+// their flags; and were it those lanes alone, they would stay apart from the others up to the next exchange between them.
 template <int n, class At>
 TL_DEVICE void await_words(uint64_t (&data)[n], Flagged (&w)[n], int count, uint64_t flag, const At &at) {
-  while (are_missing(w, count, flag)) ask_words(w, count, at);
+  while (__any_sync(0xffffffffu, are_missing(w, count, flag))) ask_words(w, count, at);
 #pragma unroll
   for (int i = 0; i < n; i++) data[i] = w[i].data;
 }
 template <int n, class At>
 TL_DEVICE void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
   Flagged w[n];
-  do ask_words(w, count, at);
-  while (are_missing(w, count, flag));
-#pragma unroll
-  for (int i = 0; i < n; i++) data[i] = w[i].data;
+  ask_words(w, count, at);
+  await_words(data, w, count, flag, at);
+}
+// The same of one word by a thread alone.
+TL_DEVICE uint64_t await_word(const void *from, uint64_t flag) {
+  Flagged w;
+  do w = load_flagged(from);
+  while (w.flag != flag);
+  return w.data;
+}
+
+// Has a value worked out here. The compiler would put it off until it is needed, behind what is waited for in between.
+template <class T>
+TL_DEVICE void work_out(T &x) {
+  asm volatile("" : "+r"(x));
 }
 
 // threadIdx.x, of which the compiler does not know that it is always the same: what it works out from it in a loop stays there.

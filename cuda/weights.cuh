@@ -142,6 +142,26 @@ struct HeldChunks {
         }
     }
   }
+  // The same and another chunk, from shared memory, side by side: a product need not wait for the one before it. Of floats.
+  TL_DEVICE_MEMBER void multiply_beside(float (&d)[4], shared_t right, float (&other)[4], shared_t other_left, shared_t other_right) const {
+    constexpr int kRun = kChunkBlocks / 2;
+#pragma unroll
+    for (int first = 0; first < kChunkBlocks; first += kRun) {
+      uint32_t a[kRun][4];
+      uint2 b[kRun][2];
+#pragma unroll
+      for (int i = 0; i < kRun; i++) {
+        W::load(a[i], other_left + (first + i) * W::kBlockBytes);
+        b[i][0] = load_shared8(right + (first + i) * 32);
+        b[i][1] = load_shared8(other_right + (first + i) * 32);
+      }
+#pragma unroll
+      for (int i = 0; i < kRun; i++) {
+        W::Op::mma(d, words[first + i], b[i][0].x, b[i][0].y);
+        W::Op::mma(other, a[i], b[i][1].x, b[i][1].y);
+      }
+    }
+  }
 };
 
 // The same where groups of int8 columns have scales: kScaleColumns are summed from zero, then scaled and added in order.

@@ -97,11 +97,15 @@ def test_rows_share_the_tasks_of_a_step_as_one_kernel(emulated, tmp_path, monkey
         {"dim": 36, "loop_norm": "every", "default_loops": 3},  # a row that is stored has padding that is added to
         {"dim": 100, "n_heads": 20, "n_kv_heads": 5, "inject": "add", "default_loops": 4},  # more units than CTAs
         {"n_heads": 20, "n_core": 3, "block_norm": "sum_sandwich"},
+        # Products begin behind the CTAs that the task before keeps, and attention is merged by few of its CTAs.
+        {"dim": 80, "ffn_dim": 112, "n_heads": 4, "n_kv_heads": 2, "n_core": 3, "block_norm": "sandwich", "default_loops": 4, "multiprocessors": 14},
     ],
-    ids=["idle", "padded heads", "padded rows", "units", "queries"],
+    ids=["idle", "padded heads", "padded rows", "units", "queries", "many CTAs"],
 )
 def test_a_step_as_one_kernel_waits_for_nobody_who_went_on(changes, kv_mode, emulated, tmp_path, monkeypatch):
     """Words that CTAs hand to each other are written again: not before all who wait for them have read them, however slow one CTA is."""
+    changes = {"multiprocessors": 3, **changes}
+    monkeypatch.setenv("TINYLOOP_EMULATOR_MULTIPROCESSORS", str(changes.pop("multiprocessors")))
     config = small(**{"dim": 16, "ffn_dim": 16, "n_heads": 1, "n_kv_heads": 1, "head_dim": 16, **changes})
     tl.save_model(tmp_path / "m.tinyloop", config, random_model(config, dtype="bf16"), dtype="bf16")
     prompt, found, n_kernels = random_tokens(config, 70), [], []

@@ -384,7 +384,8 @@ int usable_cpus() { return 1; }
 tl_status open_device(int ordinal, tl_context **out, const std::function<tl_status(const char *)> &refuse) {
   if (ordinal != 0) return refuse("the emulator is one device");
   tl_context *c = new tl_context{};
-  c->n_multiprocessors = emulator::kMultiprocessors;
+  const char *multiprocessors = getenv("TINYLOOP_EMULATOR_MULTIPROCESSORS");
+  c->n_multiprocessors = multiprocessors ? atoi(multiprocessors) : emulator::kMultiprocessors;
   c->max_shared_nbytes = 227 << 10;
   c->code = kCodeSm90a;
   c->overlaps = true;  // products may be two kernels; they run one after the other

@@ -292,6 +292,9 @@ inline uint2 load_shared8(shared_t p) { return *(const uint2 *)p; }
 inline void store_shared1(shared_t p, uint32_t v) { *(uint8_t *)p = (uint8_t)v; }
 inline void store_shared2(shared_t p, uint32_t v) { *(uint16_t *)p = (uint16_t)v; }
 inline void store_shared4(shared_t p, uint32_t v) { *(uint32_t *)p = v; }
+inline void store_shared4_if(bool wanted, shared_t p, uint32_t v) {
+  if (wanted) store_shared4(p, v);
+}
 inline uint4 load_shared16(shared_t p) { return *(const uint4 *)p; }
 inline void store_shared8(shared_t p, float2 v) { *(float2 *)p = v; }
 inline void store_shared16(shared_t p, uint4 v) { *(uint4 *)p = v; }
@@ -433,6 +436,12 @@ void await_words(uint64_t (&data)[n], int count, uint64_t flag, const At &at) {
   ask_words(w, count, at);
   await_words(data, w, count, flag, at);
 }
+inline uint64_t await_word(const void *from, uint64_t flag) {
+  emulator::wait_for((const uint64_t *)from + 1, flag);
+  return *(const uint64_t *)from;
+}
+template <class T>
+void work_out(T &) {}
 inline void fence_bulk_copies() {}
 inline int thread_now() { return (int)threadIdx.x; }
 inline void sync_threads(int id, int n_threads) { emulator::sync_cta(id, n_threads); }
