@@ -148,6 +148,21 @@ def test_two_prompts_long_enough_for_several_steps(backend):
         assert beam.tokens == model.generate(prompt, 5, temperature=0.0, stop_tokens=())
 
 
+def test_a_logit_that_overflows_ranks_as_when_a_token_is_drawn(backend, tmp_path):
+    config = tl.ModelConfig(vocab_size=12, dim=32, ffn_dim=48, n_heads=2, n_kv_heads=1, head_dim=16, n_core=1)
+    tensors = random_model(config, 3)
+    tensors["final_norm.weight"] *= 1e6
+    tensors["embed.weight"][5] = 3e38
+    tensors["embed.weight"][5, ::2] = -3e38
+    tl.save_model(tmp_path / "m.tinyloop", config, tensors, dtype="f32")
+    with tl.Model(tmp_path / "m.tinyloop", 64, device=backend) as model:
+        assert not math.isfinite(model.logits([1, 2, 3])[-1, 5])
+        drawn = model.generate([1, 2, 3], 1, temperature=0.0, stop_tokens=())
+        beams = model.beam_search([1, 2, 3], 4, 1, stop_tokens=())
+        assert beams[0].tokens == drawn and len(beams) == 4
+        assert len({tuple(beam.tokens) for beam in beams}) == 4 and not any(math.isnan(beam.score) for beam in beams)
+
+
 # ---- memory
 
 

@@ -15,6 +15,7 @@ from .beam import Beam, score
 
 cdef int MAX_BEAMS = 4096
 cdef int MAX_PENALTY = 32  # no length overflows
+cdef double BEYOND = 1e300  # above all float32 logits, and still a number
 
 
 class BeamSearching:
@@ -31,7 +32,8 @@ class BeamSearching:
         At each step every live beam is extended by every token, and the best extensions, by their sum of log-probabilities, are
         the next beams: as many as `num_beams` less those that have ended. A beam ends with a stop token, or after
         `max_tokens`. Equal sums rank by the beam that they extend, then by the lower id. Log-probabilities are the float64
-        log-softmax of the float32 logits, without temperature or penalties; `num_beams=1` is greedy decoding.
+        log-softmax of the float32 logits, without temperature or penalties; `num_beams=1` is greedy decoding. A logit that is
+        no number ranks last.
 
         The prompt runs once. Beams share the pages of what they have in common; a beam that drops out frees its own at once.
 
@@ -129,9 +131,12 @@ cdef list search(BeamGroup group, object first_logits, int n_beams, int n_new, o
 
 cdef tuple best_extensions(object totals, object logits, int n):
     """(beam, token, sum) of the best `n` extensions, best first; equal sums by beam, then by token."""
-    logp = logits.astype(np.float64)
-    logp -= logp.max(axis=1, keepdims=True)
-    logp -= np.log(np.exp(logp).sum(axis=1, keepdims=True))
+    # What is no number ranks last, what overflowed first; as wherever a token is drawn.
+    logp = np.nan_to_num(logits.astype(np.float64), copy=False, nan=-np.inf, posinf=BEYOND, neginf=-np.inf)
+    with np.errstate(invalid="ignore"):
+        logp -= logp.max(axis=1, keepdims=True)
+        logp -= np.log(np.exp(logp).sum(axis=1, keepdims=True))
+    logp[np.isnan(logp)] = -np.inf  # so do rows without a number
     logp += totals[:, None]
     flat = logp.reshape(-1)
     n = min(n, flat.size)
