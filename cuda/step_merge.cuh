@@ -1,5 +1,5 @@
-// Attention in a step as one kernel: who works for which queries, and how the CTAs of a unit merge its key chunks' states in order, each CTA
-// for some of the dims. The functions, and so the bits, are those of attend.cuh.
+// Attention in a step as one kernel: who works for which queries, and how the CTAs of a unit, or the first few, merge its key chunks' states in
+// order, each for some of the dims. The functions, and so the bits, are those of attend.cuh.
 #pragma once
 
 #include "step_product.cuh"
