@@ -174,6 +174,7 @@ def test_rates_and_open_requests_have_limits(url, keys):
 def test_who_leaves_while_its_prompt_runs_pays_for_it(url, keys, name, path):
     service, tokens = service_of[url], [80] * 400
     tenant = next(tenant for tenant in service.tenants._by_hash.values() if tenant.name == name)
+    wait_until(lambda: not (service.engine.n_running or len(service.engine._prefixes)), "what others left is done")
     with held_steps():  # it does not come to a token
         client = http.client.HTTPConnection(url.removeprefix("http://"))
         body = {"tokens": tokens} if "prefixes" in path else {"model": NAME, "prompt": tokens, "max_tokens": 1}
